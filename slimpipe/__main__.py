@@ -1,0 +1,7 @@
+"""`python -m slimpipe` is the `slimpipe` command."""
+
+import sys
+
+from slimpipe.cli import main
+
+sys.exit(main())

@@ -1,0 +1,50 @@
+"""Which kernel serves a call."""
+
+from __future__ import annotations
+
+import difflib
+
+from torch import Tensor
+
+from slimpipe.attention.kernels.base import AttentionKernel, check_shapes
+from slimpipe.attention.kernels.flash_attn import FlashAttnKernel
+from slimpipe.attention.kernels.reference import ReferenceKernel
+from slimpipe.attention.kernels.torch_cpu_flash import TorchCpuFlashKernel
+from slimpipe.attention.kernels.torch_cuda_flash import TorchCudaFlashKernel
+from slimpipe.options import KERNEL_NAMES
+
+# Fastest first. Both CUDA kernels are FlashAttention-2; PyTorch's own needs no package of matching version.
+_FASTEST_FIRST = (TorchCpuFlashKernel, TorchCudaFlashKernel, FlashAttnKernel, ReferenceKernel)
+
+
+def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> AttentionKernel:
+    """The kernel called `name` or, for "auto", the fastest one that serves tensors like these.
+
+    Depends on nothing but name, device, dtype and head sizes: the caller may keep the answer for as long as those last.
+    Every kernel serves every mask.
+
+    Raises:
+        ValueError: the name is unknown, the shapes do not fit together, or the kernel refuses; the message gives the
+            reason and the kernels that would serve.
+    """
+    if name not in KERNEL_NAMES:
+        near = difflib.get_close_matches(name, KERNEL_NAMES, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"kernel = {name!r}: it must be one of {', '.join(KERNEL_NAMES)}; nearest legal value: {near!r}"
+        )
+    check_shapes(q_BLNH, k_BKGH, v_BKGH)
+    tensors = q_BLNH, k_BKGH, v_BKGH
+    reasons: dict[str, str] = {}
+    for kernel in (kind() for kind in _FASTEST_FIRST if name in ("auto", kind.name)):
+        reason = kernel.refusal(*tensors)
+        if reason is None:
+            return kernel
+        reasons[kernel.name] = reason
+    if name == "auto":
+        raise ValueError(
+            "kernel = 'auto': no kernel serves these tensors: " + "; ".join(map(" ".join, reasons.items()))
+        )
+    others = [repr(kind.name) for kind in _FASTEST_FIRST if kind().refusal(*tensors) is None]
+    raise ValueError(
+        f"kernel = {name!r}: {name} {reasons[name]}; these tensors can be served by {', '.join(['auto', *others])}"
+    )

@@ -1,0 +1,124 @@
+"""Where the K,V of live slices stay between a slice's forward and its backward, and where dK,dV wait for their slice.
+
+Shapes: B batch, L slice, K past tokens, N query heads, G K,V heads, H head dim. A *slot* holds the K,V of one slice; where
+each slice sits is planned ahead of time from the program (`slimpipe.program.slots`), so that the past of any slice is one
+contiguous view and nothing is ever concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from slimpipe.program import SlotPlan, Unit
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or wider where the tensors themselves are wider: what sums over slices are kept in (design 4.7)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class LayerStore:
+    """K,V, dK,dV and kept attention outputs of one attention layer.
+
+    Buffers appear at the first slice of a step and go with the object. Slots are reused as the plan says: a backward frees
+    its slice's slot by the mere passing of time, no call is needed.
+    """
+
+    def __init__(self, plan: SlotPlan, *, hold: Callable[[torch.Tensor], object] | None = None) -> None:
+        self._plan = plan
+        self._hold = hold
+        self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._carry: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._carry_low = 0
+        self._kept: dict[Unit, tuple[tuple[torch.Tensor, torch.Tensor], object]] = {}
+        self._slice_len = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the K,V buffers."""
+        return _num_bytes(self._kv)
+
+    @property
+    def carry_bytes(self) -> int:
+        """Bytes of the dK,dV that wait for earlier slices."""
+        return _num_bytes(self._carry)
+
+    def append(self, unit: Unit, k_BLGH: torch.Tensor, v_BLGH: torch.Tensor) -> None:
+        """Copy the K,V of one slice into its slot."""
+        if self._kv is None:
+            self._slice_len = k_BLGH.shape[1]
+            self._kv = tuple(
+                x.new_empty(x.shape[0], self._plan.num_slots * self._slice_len, *x.shape[2:]) for x in (k_BLGH, v_BLGH)
+            )
+        slot = self._plan.slot(unit.microbatch, unit.slice)
+        for buffer, x in zip(self._slots(self._kv, slot, slot + 1), (k_BLGH, v_BLGH), strict=True):
+            buffer.copy_(x)
+
+    def own(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """K,V of one slice, as views ``(k_BLGH, v_BLGH)``."""
+        slot = self._plan.slot(unit.microbatch, unit.slice)
+        return self._slots(self._kv, slot, slot + 1)
+
+    def past(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """K,V of all earlier slices of the microbatch, as views ``(k_BKGH, v_BKGH)``; not for slice 0, which has none.
+
+        The order of the slices inside the views is the plan's, see `SlotPlan.slices_in`.
+        """
+        return self._slots(self._kv, *self._plan.past(unit.microbatch, unit.slice))
+
+    def keep(self, unit: Unit, out_BLNH: torch.Tensor, lse_BNL: torch.Tensor) -> None:
+        """Keep a slice's attention output and LSE for its recompute."""
+        # Detached: autograd makes the output its own, and what is kept must not keep a graph.
+        pair = out_BLNH.detach(), lse_BNL.detach()
+        self._kept[unit] = pair, None if self._hold is None else tuple(map(self._hold, pair))
+
+    def kept(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The kept output and LSE, or None."""
+        pair, _ = self._kept.get(unit, (None, None))
+        return pair
+
+    def add_past_gradient(self, unit: Unit, dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor) -> None:
+        """Add one slice's contribution to the dK,dV of all earlier slices, in fp32 or wider."""
+        low, high = self._plan.past(unit.microbatch, unit.slice)
+        if self._carry is None:
+            # Backward runs from the last slice down: the first past seen is the widest.
+            self._carry_low = low
+            self._carry = tuple(x.to(accumulation_dtype(x.dtype)) for x in (dk_BKGH, dv_BKGH))
+            return
+        views = self._slots(self._carry, low - self._carry_low, high - self._carry_low)
+        for carry, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
+            carry.add_(x)
+
+    def take_gradient(
+        self, unit: Unit, dk_BLGH: torch.Tensor, dv_BLGH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A slice's own dK,dV plus what later slices added, cast once to the dtype of the arguments.
+
+        Ends the slice: its kept output goes, and after slice 0 the carry goes too.
+        """
+        self._kept.pop(unit, None)
+        if self._carry is None:
+            return dk_BLGH, dv_BLGH
+        slot = self._plan.slot(unit.microbatch, unit.slice)
+        low, high = self._plan.past(unit.microbatch, unit.slice)
+        if self._carry_low <= slot < self._carry_low + self._carry[0].shape[1] // self._slice_len:
+            carried = self._slots(self._carry, slot - self._carry_low, slot - self._carry_low + 1)
+            dk_BLGH, dv_BLGH = ((carry + x).to(x.dtype) for carry, x in zip(carried, (dk_BLGH, dv_BLGH), strict=True))
+        if low == high:
+            self._carry = None
+        return dk_BLGH, dv_BLGH
+
+    def _slots(
+        self, pair: tuple[torch.Tensor, torch.Tensor] | None, low: int, high: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert pair is not None, "no K,V was appended to this layer"
+        start, length = low * self._slice_len, (high - low) * self._slice_len
+        return tuple(x.narrow(1, start, length) for x in pair)
+
+
+def _num_bytes(pair: tuple[torch.Tensor, torch.Tensor] | None) -> int:
+    return 0 if pair is None else sum(x.nbytes for x in pair)

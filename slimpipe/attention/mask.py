@@ -1,0 +1,184 @@
+"""Which keys a query may see when documents are packed, exact wherever a slice boundary falls.
+
+The rule comes from positions alone: the query at token index i with position q sees keys i - q .. i. Documents are
+contiguous, so what a slice sees is a short list of rectangles (queries x keys), known on the host. Kernels crop views
+to these rectangles, cut segments from them, or draw them into a dense mask.
+
+Shapes: B batch rows, S tokens of the sequence, L queries of one slice, K keys.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle: in these batch rows, these queries see these keys (where `causal`, up to their own index)."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What the queries of one kernel call may see: nothing but the blocks. Valid for every layer of one unit.
+
+    Of any batch row, a key belongs to at most one block; a query belongs to several where its keys are not adjacent in
+    the K,V view. With `causal`, every block is square and lies on the diagonal.
+    """
+
+    shape_BLK: tuple[int, int, int]
+    blocks: tuple[Block, ...]
+    # One device serves all layers of a unit, so each derived tensor is made once; the mask dies with its unit.
+    _made: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        cuts = [cut for block in self.blocks for cut in (block.rows, block.queries, block.keys)]
+        assert all(0 <= cut.start < cut.stop for cut in cuts), f"a block is empty: {self.blocks}"  # ops crash on these
+
+    @property
+    def sees_nothing(self) -> bool:
+        """True if no query sees any key: the kernel call can be skipped."""
+        return not self.blocks
+
+    def dense_BLK(self, device: torch.device) -> Tensor:
+        """The mask as a bool tensor, True where the key is visible. Made once, without a device sync; do not write."""
+        if ("dense", device) not in self._made:
+            dense_BLK = torch.zeros(self.shape_BLK, dtype=torch.bool, device=device)
+            for block in self.blocks:
+                dense_BLK[block.rows, block.queries, block.keys] = True
+            self._made["dense", device] = dense_BLK
+        return self._made["dense", device]
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, int]:
+        """Bounds (int32) of the segments of B * L tokens laid end to end, and the longest segment's length.
+
+        Only for the mask of a causal part, whose blocks are the segments. Made once, without a device sync.
+        """
+        if ("cu_seqlens", device) not in self._made:
+            B, L, _ = self.shape_BLK
+            assert all(block.queries == block.keys for block in self.blocks), "segments need blocks on the diagonal"
+            starts = [
+                row * L + block.queries.start
+                for block in self.blocks
+                for row in range(block.rows.start, block.rows.stop)
+            ]
+            bounds = sorted(starts) + [B * L]
+            longest = max(end - start for start, end in pairwise(bounds))
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+            self._made["cu_seqlens", device] = cu_seqlens, longest
+        return self._made["cu_seqlens", device]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents start in each batch row of a microbatch: read once per step, used by every slice and layer."""
+
+    starts: tuple[tuple[int, ...], ...]
+    """Ascending token indices, per batch row; each row begins with 0. Empty: one document, whatever the batch size."""
+
+    slice_len: int
+    """Tokens per slice."""
+
+    @classmethod
+    def from_positions(cls, positions_BS: Tensor | None, *, slice_len: int) -> Documents:
+        """Reads the documents off positions that restart at 0 where a document starts; None means one document.
+
+        Costs one device-to-host copy if the positions are on a device.
+
+        Raises:
+            TypeError: positions are not integers.
+            ValueError: positions are not (B, S), or do not count up by one within each document; the message names the
+                batch row and the index.
+        """
+        if positions_BS is None:
+            return cls((), slice_len)
+        if positions_BS.is_floating_point() or positions_BS.is_complex() or positions_BS.dtype == torch.bool:
+            raise TypeError(
+                f"positions have dtype {positions_BS.dtype}; they must be integers, for example torch.int64"
+            )
+        if positions_BS.dim() != 2:
+            raise ValueError(f"positions have shape {tuple(positions_BS.shape)}; it must be (batch, sequence)")
+        positions_BS = positions_BS.detach().to("cpu", torch.int64)
+        is_start_BS = positions_BS == 0
+        continued_BS = positions_BS.clamp(min=0)  # a sequence may start in the middle of a document
+        continued_BS[:, 1:] = positions_BS[:, :-1] + 1
+        wrong = (~is_start_BS & (positions_BS != continued_BS)).nonzero()
+        is_start_BS[:, 0] = True
+        if len(wrong):
+            row, index = wrong[0].tolist()
+            value, continued = int(positions_BS[row, index]), int(continued_BS[row, index])
+            raise ValueError(
+                f"positions[{row}, {index}] = {value} (batch row {row}, index {index}): a position must be 0, where a "
+                f"document or the sequence starts, or one more than the position before it; nearest legal value: "
+                f"{min((0, continued), key=lambda legal: abs(legal - value))}"
+            )
+        starts: list[list[int]] = [[] for _ in range(len(positions_BS))]
+        for row, index in is_start_BS.nonzero().tolist():
+            starts[row].append(index)
+        return cls(tuple(map(tuple, starts)), slice_len)
+
+    def own_mask(self, slice_index: int) -> Mask | None:
+        """The mask, on top of causality, of a slice's queries on its own keys; None if it holds no document start."""
+        L, begin = self.slice_len, slice_index * self.slice_len
+        rows = []
+        for starts in self.starts:
+            inside = starts[bisect.bisect_right(starts, begin) : bisect.bisect_left(starts, begin + L)]
+            bounds = [0, *(start - begin for start in inside), L]
+            segments = [slice(*bound) for bound in pairwise(bounds)]
+            rows.append([(segment, segment) for segment in segments])
+        return _mask_from_rows(rows, num_queries=L, num_keys=L)
+
+    def past_mask(self, slice_index: int, slots: Sequence[int]) -> Mask | None:
+        """The mask of a slice's queries on past keys; None if every query sees them all.
+
+        Only the document that spans the start of the slice has keys in the past, so a row's first queries, up to the
+        first document start, all see the same keys, and its later queries see none.
+
+        Args:
+            slice_index: The slice of the queries.
+            slots: The slice that each slot of the past K,V view holds, in the order of the view. Any order.
+        """
+        assert all(0 <= held < slice_index for held in slots), f"slots {slots} hold more than the past of {slice_index}"
+        L, begin = self.slice_len, slice_index * self.slice_len
+        rows = []
+        for starts in self.starts:
+            after = bisect.bisect_left(starts, begin)  # starts[after - 1] is the document that reaches into the slice
+            num_queries = min(starts[after] - begin, L) if after < len(starts) else L
+            keys = _visible_runs(starts[after - 1], slots, L) if num_queries else []
+            rows.append([(slice(0, num_queries), run) for run in keys])
+        return _mask_from_rows(rows, num_queries=L, num_keys=len(slots) * L)
+
+
+def _visible_runs(first_token: int, slots: Sequence[int], slice_len: int) -> list[slice]:
+    """The key ranges of a slot view that hold tokens from first_token on, with adjacent ranges joined."""
+    runs: list[slice] = []
+    for place, held in enumerate(slots):
+        hidden = max(first_token - held * slice_len, 0)
+        if hidden >= slice_len:
+            continue
+        begin, end = place * slice_len + hidden, (place + 1) * slice_len
+        if runs and runs[-1].stop == begin:
+            begin = runs.pop().start
+        runs.append(slice(begin, end))
+    return runs
+
+
+def _mask_from_rows(rows: list[list[tuple[slice, slice]]], *, num_queries: int, num_keys: int) -> Mask | None:
+    """Joins neighbouring batch rows that see the same; None if everything is visible."""
+    blocks: list[Block] = []
+    for rectangles, group in groupby(enumerate(rows), key=lambda numbered: numbered[1]):
+        members = [row for row, _ in group]
+        joined = slice(members[0], members[-1] + 1)
+        blocks += [Block(joined, queries, keys) for queries, keys in rectangles]
+    if not rows or blocks == [Block(slice(0, len(rows)), slice(0, num_queries), slice(0, num_keys))]:
+        return None
+    return Mask((len(rows), num_queries, num_keys), tuple(blocks))

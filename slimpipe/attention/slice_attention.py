@@ -1,0 +1,171 @@
+"""Causal attention that a pipeline may run slice by slice: the maths of design 1.3.
+
+Attention of slice i = causal attention on its own K,V, merged by log-sum-exp with full attention on the K,V of slices
+0..i-1. Backward of slice i uses the merged output and LSE for both parts and yields dK,dV for all slices <= i; what belongs
+to earlier slices is added up in fp32 or wider until their own backward takes it.
+
+Shapes: B batch, L slice (the whole sequence outside a slimpipe schedule), K past tokens, N query heads, G K,V heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimpipe.attention.context import Phase, SliceContext
+from slimpipe.attention.kernels import AttentionKernel, choose_kernel, merge
+from slimpipe.attention.kv_store import LayerStore, accumulation_dtype
+from slimpipe.attention.mask import Documents, Mask
+from slimpipe.options import check_kernel_name
+from slimpipe.torch_private import hidden_from_dispatch_modes
+
+
+class SliceAttention(nn.Module):
+    """Causal inner attention, a drop-in for a scaled-dot-product one.
+
+    Inside a slimpipe schedule it works on one slice and reads the past K,V of its sequence, with results equal to those of the
+    unsliced model. Outside it is plain causal attention, exact for packed documents where it is told of them.
+
+    Args:
+        kernel: Attention kernel, see `SlimPipeOptions.kernel`.
+
+    Raises:
+        ValueError: No such kernel.
+    """
+
+    def __init__(self, *, kernel: str = "auto") -> None:
+        super().__init__()
+        self.kernel = check_kernel_name(kernel)
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLGH: Tensor,
+        v_BLGH: Tensor,
+        *,
+        positions: Tensor | None = None,
+        attention_masks: SliceContext | Documents | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q_BLNH: Queries, positions already applied.
+            k_BLGH: Keys, heads not repeated.
+            v_BLGH: Values.
+            positions: Outside a schedule, (B, L) positions that restart at 0 at each document: documents do not see each
+                other. Inside a schedule ignored, because the schedule was given them.
+            attention_masks: What the schedule passed to the model, untouched. Outside a schedule None, or `Documents`.
+            scale: Factor on the scores; None for 1 / sqrt(H).
+            enable_gqa: Allow fewer K,V heads than query heads.
+
+        Returns:
+            out_BLNH, dtype of q.
+
+        Raises:
+            ValueError: Shapes that do not fit, heads that differ without ``enable_gqa``, or a kernel that cannot serve.
+            TypeError: ``attention_masks`` is a mask object of another attention.
+        """
+        if q_BLNH.shape[2] != k_BLGH.shape[2] and not enable_gqa:
+            raise ValueError(
+                f"{q_BLNH.shape[2]} query heads and {k_BLGH.shape[2]} K,V heads: pass enable_gqa=True to share K,V heads"
+            )
+        scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        kernel = choose_kernel(self.kernel, q_BLNH, k_BLGH, v_BLGH)
+        if isinstance(attention_masks, SliceContext):
+            layer = attention_masks.layer(self)
+            return _SliceAttention.apply(q_BLNH, k_BLGH, v_BLGH, attention_masks, layer, kernel, scale)
+        if attention_masks is None:
+            attention_masks = Documents.from_positions(positions, slice_len=q_BLNH.shape[1])
+        if not isinstance(attention_masks, Documents):
+            raise TypeError(
+                f"attention_masks is a {type(attention_masks).__name__}: SliceAttention makes its own masks; pass positions that "
+                "restart at 0 at each document, and attention_masks only as a slimpipe schedule hands it to the model"
+            )
+        return _PlainAttention.apply(q_BLNH, k_BLGH, v_BLGH, attention_masks.own_mask(0), kernel, scale)
+
+
+class _PlainAttention(torch.autograd.Function):
+    """Causal attention of a whole sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, kernel: AttentionKernel, scale: float
+    ) -> Tensor:
+        out, lse = kernel.forward(q, k, v, causal=True, mask=mask, scale=scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask, ctx.kernel, ctx.scale = mask, kernel, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = ctx.kernel.backward(dout, q, k, v, out, lse, causal=True, mask=ctx.mask, scale=ctx.scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+class _SliceAttention(torch.autograd.Function):
+    """Attention of one slice: own causal part and past part.
+
+    K,V are not saved for backward: they are in the store, and a slot handle outlives in-place writes that a saved view
+    would not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: SliceContext,
+        layer: LayerStore,
+        kernel: AttentionKernel,
+        scale: float,
+    ) -> Tensor:
+        unit = context.unit
+        with hidden_from_dispatch_modes():
+            if context.phase is Phase.FORWARD:
+                layer.append(unit, k, v)
+                out, lse = _attend(q, context, layer, kernel, scale)
+                if context.keep_output:
+                    layer.keep(unit, out, lse)
+            else:
+                out, lse = layer.kept(unit) or _attend(q, context, layer, kernel, scale)
+        ctx.save_for_backward(q, out, lse)
+        ctx.args = context, layer, kernel, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, lse = ctx.saved_tensors
+        context, layer, kernel, scale = ctx.args
+        unit = context.unit
+        dq, dk, dv = kernel.backward(
+            dout, q, *layer.own(unit), out, lse, causal=True, mask=context.own_mask, scale=scale
+        )
+        if context.sees_past:
+            dq_past, dk_past, dv_past = kernel.backward(
+                dout, q, *layer.past(unit), out, lse, causal=False, mask=context.past_mask, scale=scale
+            )
+            dq = dq.to(accumulation_dtype(dq.dtype)).add_(dq_past)
+            layer.add_past_gradient(unit, dk_past, dv_past)
+        dk, dv = layer.take_gradient(unit, dk, dv)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+
+
+def _attend(
+    q: Tensor, context: SliceContext, layer: LayerStore, kernel: AttentionKernel, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of q, and LSE, of one slice."""
+    unit = context.unit
+    out, lse = kernel.forward(q, *layer.own(unit), causal=True, mask=context.own_mask, scale=scale)
+    if context.sees_past:
+        past = kernel.forward(q, *layer.past(unit), causal=False, mask=context.past_mask, scale=scale)
+        out, lse = merge(out, lse, *past)
+    return out.to(q.dtype), lse

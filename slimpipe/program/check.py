@@ -1,0 +1,268 @@
+"""Proof that a program can be run and is the schedule it claims to be.
+
+Each rule below reads the instructions and knows nothing of how `build_program` made them. Rules that come later rely on
+those before: a program that is complete is looked at for order, one whose order is right is run, one that runs is held
+against the schedule's formulas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Instruction, Op, Unit
+from slimpipe.program.order import backward_tick, forward_tick, live_units
+from slimpipe.program.program import Program
+
+_MAX_POSTED_RECEIVES = 2
+_COMPUTE_OF = {
+    Op.RECEIVE_FORWARD: Op.FORWARD,
+    Op.SEND_FORWARD: Op.FORWARD,
+    Op.RECEIVE_BACKWARD: Op.BACKWARD,
+    Op.SEND_BACKWARD: Op.BACKWARD,
+}
+_RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+_SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
+
+
+class ProgramError(Exception):
+    """A program breaks a rule; the message names the rank, the instruction and the rule."""
+
+
+class _Channel(NamedTuple):
+    source: int
+    destination: int
+    op: Op
+    """FORWARD or BACKWARD."""
+
+    def __str__(self) -> str:
+        return f"the {self.op.name.lower()} channel from rank {self.source} to rank {self.destination}"
+
+
+def check(program: Program) -> None:
+    """Proves a program.
+
+    Guarantees that every unit runs exactly once on its rank; that what it needs was computed or received before; that
+    slices of a microbatch run in order on each stage and backward in reverse; that the two ends of every channel agree
+    on the order of messages, so that no tags are needed; that no more than two receives per pass are posted at a time;
+    that the ranks never wait for one another in a circle; that each rank's peak of live units is the schedule's; and
+    that every tick is the schedule's.
+
+    Raises:
+        ProgramError: at the first rule that is broken.
+    """
+    _check_complete(program)
+    for rank in range(program.num_ranks):
+        _check_messages(program, rank)
+        _check_causality(program, rank)
+    _check_channels(program)
+    _check_runs(program)
+    for rank in range(program.num_ranks):
+        _check_live_units(program, rank)
+        _check_ticks(program, rank)
+
+
+def _check_complete(program: Program) -> None:
+    """Each unit runs forward once, and backward once unless the program is forward only, on the rank of its stage."""
+    if len(program.instructions) != program.num_ranks:
+        raise ProgramError(f"{len(program.instructions)} lists of instructions for {program.num_ranks} ranks")
+    ops = (Op.FORWARD,) if program.forward_only else (Op.FORWARD, Op.BACKWARD)
+    for rank, row in enumerate(program.instructions):
+        wanted = {
+            (op, Unit(microbatch, stage, slice_index))
+            for op in ops
+            for microbatch in range(program.num_microbatches)
+            for stage in range(rank, program.num_stages, program.num_ranks)
+            for slice_index in range(program.num_slices)
+        }
+        counts = Counter((i.op, i.unit) for i in row if i.op in (Op.FORWARD, Op.BACKWARD))
+        for op, unit in sorted(wanted - counts.keys(), key=lambda compute: compute[1]):
+            raise ProgramError(f"rank {rank} never runs {op.name.lower()} of {unit}")
+        for (op, unit), count in counts.items():
+            if (op, unit) not in wanted:
+                raise ProgramError(f"rank {rank} runs {op.name.lower()} of {unit}, which is not its own to run")
+            if count > 1:
+                raise ProgramError(f"rank {rank} runs {op.name.lower()} of {unit} {count} times")
+
+
+def _check_messages(program: Program, rank: int) -> None:
+    """Each compute instruction has its messages before and after it, between the right ranks; there are no others."""
+    position: dict[tuple[Op, Unit], int] = {}
+    for index, instruction in enumerate(program.instructions[rank]):
+        key = instruction.op, instruction.unit
+        if key in position:
+            raise ProgramError(f"rank {rank} has {instruction} twice")
+        position[key] = index
+        if program.rank_of(instruction.unit.stage) != rank:
+            raise ProgramError(f"rank {rank} has {instruction}, of a stage that it does not hold")
+        peer = _peer(program, rank, instruction.op, instruction.unit)
+        if instruction.peer != peer:
+            said = "no message" if peer is None else f"rank {peer}"
+            raise ProgramError(f"rank {rank}: {instruction}: the other end should be {said}")
+    posted = {Op.FORWARD: 0, Op.BACKWARD: 0}
+    for index, (_, op, unit, _) in enumerate(program.instructions[rank]):
+        if op in (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD):
+            posted[_COMPUTE_OF[op]] += 1
+            if posted[_COMPUTE_OF[op]] > _MAX_POSTED_RECEIVES:
+                raise ProgramError(
+                    f"rank {rank} has more than {_MAX_POSTED_RECEIVES} receives posted at {op.name.lower()} of {unit}"
+                )
+        elif op in (Op.FORWARD, Op.BACKWARD):
+            if _peer(program, rank, _RECEIVE_OF[op], unit) is not None:
+                if position.get((_RECEIVE_OF[op], unit), index) >= index:
+                    raise ProgramError(
+                        f"rank {rank} runs {op.name.lower()} of {unit} without a receive posted before it"
+                    )
+                posted[op] -= 1
+            sends = _peer(program, rank, _SEND_OF[op], unit) is not None
+            if sends and position.get((_SEND_OF[op], unit), -1) <= index:
+                raise ProgramError(f"rank {rank} runs {op.name.lower()} of {unit} without a send after it")
+
+
+def _peer(program: Program, rank: int, op: Op, unit: Unit) -> int | None:
+    """Rank at the other end, or None where ``op`` of ``unit`` is no message."""
+    if op in (Op.FORWARD, Op.BACKWARD):
+        return None
+    towards_last = op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
+    stage = unit.stage + 1 if towards_last else unit.stage - 1
+    if not 0 <= stage < program.num_stages or program.rank_of(stage) == rank:
+        return None
+    return program.rank_of(stage)
+
+
+def _check_causality(program: Program, rank: int) -> None:
+    """Slices in order, backward in reverse order and after forward, stages of one rank without messages in order."""
+    forwarded: set[Unit] = set()
+    backwarded: set[Unit] = set()
+    for _, op, unit, _ in program.instructions[rank]:
+        microbatch, stage, slice_index = unit
+        if op is Op.FORWARD:
+            done, needed = forwarded, []
+            if slice_index > 0:
+                needed.append((forwarded, Unit(microbatch, stage, slice_index - 1), "forward"))
+            if stage > 0 and program.rank_of(stage - 1) == rank:
+                needed.append((forwarded, Unit(microbatch, stage - 1, slice_index), "forward"))
+        elif op is Op.BACKWARD:
+            done, needed = backwarded, [(forwarded, unit, "forward")]
+            if slice_index < program.num_slices - 1:
+                needed.append((backwarded, Unit(microbatch, stage, slice_index + 1), "backward"))
+            if stage < program.num_stages - 1 and program.rank_of(stage + 1) == rank:
+                needed.append((backwarded, Unit(microbatch, stage + 1, slice_index), "backward"))
+        else:
+            continue
+        for already, needed_unit, pass_name in needed:
+            if needed_unit not in already:
+                raise ProgramError(f"rank {rank} runs {op.name.lower()} of {unit} before {pass_name} of {needed_unit}")
+        done.add(unit)
+
+
+def _check_channels(program: Program) -> None:
+    """Both ends of a channel name the same messages in the same order, a message by the unit that receives it."""
+    sent: dict[_Channel, list[Unit]] = defaultdict(list)
+    received: dict[_Channel, list[Unit]] = defaultdict(list)
+    for rank, row in enumerate(program.instructions):
+        for instruction in row:
+            if instruction.peer is None:
+                continue
+            channel = _channel(rank, instruction)
+            if channel.source == rank:
+                step = 1 if channel.op is Op.FORWARD else -1
+                sent[channel].append(instruction.unit._replace(stage=instruction.unit.stage + step))
+            else:
+                received[channel].append(instruction.unit)
+    for channel in sorted(sent.keys() | received.keys(), key=str):
+        for index, (there, here) in enumerate(zip(sent[channel], received[channel], strict=True)):
+            if there != here:
+                raise ProgramError(f"{channel}: message {index} is sent for {there} but received for {here}")
+
+
+def _channel(rank: int, instruction: Instruction) -> _Channel:
+    assert instruction.peer is not None
+    compute = _COMPUTE_OF[instruction.op]
+    if instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+        return _Channel(rank, instruction.peer, compute)
+    return _Channel(instruction.peer, rank, compute)
+
+
+def _check_runs(program: Program) -> None:
+    """Runs all ranks against one another, each until it has to wait, until all are done or none can go on.
+
+    A compute instruction waits for its message to be sent. A send waits while two earlier sends of its channel are
+    unmatched. The proof lets a receive match only when its compute instruction is reached: posted earlier, it can only
+    make the others wait less.
+    """
+    num_sent: Counter[_Channel] = Counter()
+    num_matched: Counter[_Channel] = Counter()
+    runs = [_run_rank(program, rank, num_sent, num_matched) for rank in range(program.num_ranks)]
+    waiting: dict[int, Instruction] = {}
+    progress = True
+    while progress:
+        progress = False
+        before = num_sent.total(), num_matched.total()
+        waiting = {rank: stop for rank, run in enumerate(runs) if (stop := next(run, None)) is not None}
+        progress = before != (num_sent.total(), num_matched.total())
+    if waiting:
+        stops = "; ".join(f"rank {rank} at {instruction}" for rank, instruction in waiting.items())
+        raise ProgramError(f"the ranks wait for one another: {stops}")
+
+
+def _run_rank(
+    program: Program, rank: int, num_sent: Counter[_Channel], num_matched: Counter[_Channel]
+) -> Iterator[Instruction]:
+    """One rank's run; yields the instruction at which it has to wait."""
+    posted: dict[tuple[Op, Unit], _Channel] = {}
+    for instruction in program.instructions[rank]:
+        _, op, unit, peer = instruction
+        if peer is None:
+            channel = posted.pop((op, unit), None)
+            if channel is not None:
+                num_matched[channel] += 1
+                while num_sent[channel] < num_matched[channel]:
+                    yield instruction
+        else:
+            channel = _channel(rank, instruction)
+            if channel.destination == rank:
+                posted[channel.op, unit] = channel
+                continue
+            while num_sent[channel] - num_matched[channel] >= MAX_UNMATCHED_SENDS:
+                yield instruction
+            num_sent[channel] += 1
+
+
+def _check_live_units(program: Program, rank: int) -> None:
+    peak = program.peak_live_units(rank)
+    planned = 1 if program.forward_only else live_units(rank, **_shape(program))
+    if peak != planned:
+        raise ProgramError(f"rank {rank} holds {peak} live units at its peak; the schedule allows it {planned}")
+
+
+def _check_ticks(program: Program, rank: int) -> None:
+    """Compute instructions at their lock-step tick, in a tick forward first; a list never goes back in time."""
+    shape = _shape(program)
+    del shape["num_microbatches"]
+    counts = {Op.FORWARD: 0, Op.BACKWARD: 0}
+    previous = (0, False)
+    for instruction in program.instructions[rank]:
+        if instruction.op in counts:
+            index = counts[instruction.op]
+            counts[instruction.op] += 1
+            if instruction.op is Op.FORWARD:
+                tick = forward_tick(index, rank=rank)
+            else:
+                tick = backward_tick(index, rank=rank, **shape)
+            if instruction.tick != tick:
+                raise ProgramError(f"rank {rank}: {instruction}: the schedule runs it at tick {tick}")
+            now = tick, instruction.op is Op.BACKWARD
+        else:
+            now = instruction.tick, previous[1] and instruction.tick == previous[0]
+        if now < previous:
+            raise ProgramError(f"rank {rank}: {instruction}: comes after an instruction of a later moment")
+        if instruction.tick >= program.num_ticks:
+            raise ProgramError(f"rank {rank}: {instruction}: the program says that it has {program.num_ticks} ticks")
+        previous = now
+
+
+def _shape(program: Program) -> dict[str, int]:
+    names = ("num_ranks", "num_slices", "num_stages_per_rank", "num_microbatches")
+    return {name: getattr(program, name) for name in names}

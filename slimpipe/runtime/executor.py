@@ -1,0 +1,257 @@
+"""Runs one rank's part of a program: a loop over instructions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slimpipe.options import SlimPipeOptions
+from slimpipe.program import Instruction, Op, Program, SlotPlan, Unit
+from slimpipe.runtime.batch import Batch
+from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.stage import Stage
+from slimpipe.transport import Channel, Receive, TensorMeta, Transport
+
+
+class PipelineError(RuntimeError):
+    """A message of the pipeline did not arrive or could not be sent: another rank failed, died or hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionTime:
+    """When an instruction ran, in seconds of `time.perf_counter`."""
+
+    instruction: Instruction
+    start: float
+    end: float
+    waited: float
+    """Of that, waiting for a message."""
+
+
+@dataclass
+class StepRecord:
+    """What one step measured. Bytes and message counts only where memory is measured."""
+
+    peak_live_units: int = 0
+    peak_kv_bytes: int = 0
+    peak_carry_bytes: int = 0
+    peak_receives: int = 0
+    """Most receives posted and not yet used in one direction."""
+    peak_sends: int = 0
+    """Most sends under way on one channel."""
+    peak_message_bytes: int = 0
+    """Bytes of both."""
+    times: list[InstructionTime] = field(default_factory=list)
+
+
+class _Step:
+    """What one step holds while it runs."""
+
+    def __init__(
+        self, batch: Batch, num_microbatches: int, *, loss_kwargs: dict[str, Any] | None, keep_outputs: bool
+    ) -> None:
+        self.batch, self.loss_kwargs, self.keep_outputs = batch, loss_kwargs, keep_outputs
+        self.losses: list[torch.Tensor | None] = [None] * num_microbatches
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in range(num_microbatches)]
+        self.received: dict[tuple[Op, Unit], tuple[Channel, Receive]] = {}
+        self.made: dict[tuple[Op, Unit], torch.Tensor] = {}
+        """By send instruction: tensors that wait for it, or for the neighbouring stage on this very rank."""
+        self.metas: dict[int, TensorMeta] = {}
+        """Shape and dtype of each stage's output, hence of the gradient that comes back."""
+        self.waited = 0.0
+
+
+class Executor:
+    """Runs the instructions of one rank.
+
+    Args:
+        program: The program; its ranks, slices and microbatches must be those of the batches given to `run`.
+        rank: Pipeline rank.
+        stages: This rank's stages by global index.
+        plans: Slot plan of each stage.
+        transport: The rank's channels; None when one rank holds every stage.
+        options: Options of the schedule.
+        meter: Where saved bytes are counted; None to count nothing.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        rank: int,
+        stages: dict[int, Stage],
+        plans: dict[int, SlotPlan],
+        transport: Transport | None,
+        options: SlimPipeOptions,
+        meter: MemoryMeter | None,
+    ) -> None:
+        self._program, self._rank, self._stages, self._plans = program, rank, stages, plans
+        self._transport, self._options, self._meter = transport, options, meter
+        self._handlers: dict[Op, Callable[[_Step, Instruction], None]] = {
+            Op.RECEIVE_FORWARD: self._receive_forward,
+            Op.FORWARD: self._forward,
+            Op.SEND_FORWARD: self._send_forward,
+            Op.RECEIVE_BACKWARD: self._receive_backward,
+            Op.BACKWARD: self._backward,
+            Op.SEND_BACKWARD: self._send_backward,
+        }
+        instructions = program.instructions[rank]
+        self._last_backward = {i.unit.stage: i.unit for i in instructions if i.op is Op.BACKWARD}
+
+    def run(
+        self, batch: Batch, *, loss_kwargs: dict[str, Any] | None, keep_outputs: bool
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        """Run one step.
+
+        Returns:
+            Detached loss per microbatch (empty off the last stage or without a loss function), and the last stage's
+            outputs per microbatch and slice (empty unless ``keep_outputs``).
+
+        Raises:
+            PipelineError: A message failed; names the rank, the instruction and its stage.
+        """
+        step = _Step(batch, self._program.num_microbatches, loss_kwargs=loss_kwargs, keep_outputs=keep_outputs)
+        self.record = StepRecord()
+        for index, stage in self._stages.items():
+            stage.begin(self._plans[index], keep_output=self._options.keep_attention_output, meter=self._meter)
+        instruction: Instruction | None = None
+        try:
+            for instruction in self._program.instructions[self._rank]:
+                start, step.waited = time.perf_counter(), 0.0
+                self._handlers[instruction.op](step, instruction)
+                if self._options.record_times:
+                    end = time.perf_counter()
+                    self.record.times.append(InstructionTime(instruction, start, end, step.waited))
+            instruction = None
+            if self._transport is not None:
+                self._transport.finish()
+        except BaseException as error:
+            where = "waiting for its last sends" if instruction is None else instruction
+            error.add_note(f"slimpipe: pipeline rank {self._rank} was at: {where}")
+            self._drop()
+            raise
+        assert not step.received and not step.made, "messages were left over after the step"
+        for stage in self._stages.values():
+            stage.end()
+        return [loss for loss in step.losses if loss is not None], step.outputs
+
+    # Instructions ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, step: _Step, instruction: Instruction) -> None:
+        unit = instruction.unit
+        stage = self._stages[unit.stage]
+        output, loss = stage.forward(
+            unit,
+            step.batch,
+            None if stage.is_first else self._take(step, Op.RECEIVE_FORWARD, instruction),
+            loss_kwargs=step.loss_kwargs,
+            with_backward=not self._program.forward_only,
+        )
+        if loss is not None:
+            before = step.losses[unit.microbatch]
+            step.losses[unit.microbatch] = loss if before is None else before + loss
+        if not stage.is_last:
+            step.metas[unit.stage] = TensorMeta(tuple(output.shape), output.dtype)
+            step.made[Op.SEND_FORWARD, unit] = output
+        elif step.keep_outputs:
+            step.outputs[unit.microbatch].append(output)
+        self._measure()
+
+    def _backward(self, step: _Step, instruction: Instruction) -> None:
+        unit = instruction.unit
+        stage = self._stages[unit.stage]
+        gradient = None if stage.is_last else self._take(step, Op.RECEIVE_BACKWARD, instruction)
+        if unit == self._last_backward[unit.stage]:
+            stage.sync_gradients()
+        gradient = stage.backward(unit, gradient)
+        if gradient is not None:
+            step.made[Op.SEND_BACKWARD, unit] = gradient
+        self._measure()
+
+    def _receive_forward(self, step: _Step, instruction: Instruction) -> None:
+        self._receive(step, instruction, "forward", None)
+
+    def _receive_backward(self, step: _Step, instruction: Instruction) -> None:
+        self._receive(step, instruction, "backward", step.metas[instruction.unit.stage])
+
+    def _send_forward(self, step: _Step, instruction: Instruction) -> None:
+        self._send(step, instruction, "forward", instruction.unit.stage + 1)
+
+    def _send_backward(self, step: _Step, instruction: Instruction) -> None:
+        self._send(step, instruction, "backward", instruction.unit.stage - 1)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _receive(self, step: _Step, instruction: Instruction, direction: str, meta: TensorMeta | None) -> None:
+        assert self._transport is not None and instruction.peer is not None
+        channel = Channel(instruction.peer, self._rank, direction)
+        with self._messaging(step, instruction, channel.source):
+            receive = self._transport.receive(channel, instruction.unit.stage, meta)
+        step.received[instruction.op, instruction.unit] = channel, receive
+        self._measure_messages(step)
+
+    def _take(self, step: _Step, op: Op, instruction: Instruction) -> torch.Tensor:
+        """The tensor that enters a unit: received, or made by the neighbouring stage on this rank."""
+        unit = instruction.unit
+        if (op, unit) not in step.received:
+            offset, made = (-1, Op.SEND_FORWARD) if op is Op.RECEIVE_FORWARD else (1, Op.SEND_BACKWARD)
+            return step.made.pop((made, unit._replace(stage=unit.stage + offset)))
+        channel, receive = step.received.pop((op, unit))
+        assert self._transport is not None
+        with self._messaging(step, instruction, channel.source):
+            return self._transport.wait(channel, receive)
+
+    def _send(self, step: _Step, instruction: Instruction, direction: str, stream: int) -> None:
+        assert self._transport is not None and instruction.peer is not None
+        tensor = step.made.pop((instruction.op, instruction.unit))
+        with self._messaging(step, instruction, instruction.peer):
+            channel = Channel(self._rank, instruction.peer, direction)
+            self._transport.send(channel, stream, tensor, announce=direction == "forward")
+            self._measure_messages(step)
+            self._transport.reap()
+
+    @contextmanager
+    def _messaging(self, step: _Step, instruction: Instruction, peer: int) -> Iterator[None]:
+        """Count the time as waiting, and say whose message failed."""
+        start = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise PipelineError(
+                f"pipeline rank {self._rank} lost rank {peer} at {instruction}: rank {peer} failed, died or is stuck "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        step.waited += time.perf_counter() - start
+
+    # Measures --------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        record, stages = self.record, self._stages.values()
+        record.peak_live_units = max(record.peak_live_units, sum(stage.num_live for stage in stages))
+        if self._meter is not None:
+            self._meter.read()
+            record.peak_kv_bytes = max(record.peak_kv_bytes, sum(stage.kv_bytes for stage in stages))
+            record.peak_carry_bytes = max(record.peak_carry_bytes, sum(stage.carry_bytes for stage in stages))
+
+    def _measure_messages(self, step: _Step) -> None:
+        if self._meter is None:
+            return
+        assert self._transport is not None
+        record = self.record
+        for direction in ("forward", "backward"):
+            posted = sum(channel.direction == direction for channel, _ in step.received.values())
+            record.peak_receives = max(record.peak_receives, posted)
+        record.peak_sends = max(record.peak_sends, self._transport.num_unfinished_sends)
+        num_bytes = self._transport.send_bytes + sum(receive.num_bytes for _, receive in step.received.values())
+        record.peak_message_bytes = max(record.peak_message_bytes, num_bytes)
+
+    def _drop(self) -> None:
+        for stage in self._stages.values():
+            stage.drop()
+        if self._transport is not None:
+            self._transport.drop()

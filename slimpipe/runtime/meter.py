@@ -1,0 +1,90 @@
+"""Bytes that a rank holds for backward, measured on tensors.
+
+Counts the storages that autograd saves (through `torch.autograd.graph.saved_tensors_hooks`, which sees every one of them,
+and under checkpointing only those that are really kept), each once however often it is saved, without parameters and
+buffers of the model. What other parts hold (K,V, dK,dV, message buffers) is added by whoever knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+
+class _Saved:
+    """A tensor saved by autograd; its storage counts as long as this object lives."""
+
+    __slots__ = ("_meter", "key", "tensor")
+
+    def __init__(self, meter: MemoryMeter, tensor: torch.Tensor, key: int) -> None:
+        self._meter, self.tensor, self.key = meter, tensor, key
+
+    def __del__(self) -> None:
+        self._meter.release(self.key)
+
+
+class MemoryMeter:
+    """Live bytes of saved activations now and at their peak.
+
+    Args:
+        modules: Modules whose parameters and buffers do not count, however often autograd saves them.
+        others: Gives the bytes held elsewhere; added to every reading.
+    """
+
+    def __init__(self, modules: list[nn.Module], others: Callable[[], int] = lambda: 0) -> None:
+        self._modules = modules
+        self._others = others
+        self._storages: dict[int, list[int]] = {}  # storage -> [holders, bytes]
+        self._weights: set[int] = set()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        """Highest reading of `read` since `reset_peak`."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context for a forward: what autograd saves in it is counted until it lets go."""
+        self._weights = {
+            _key(tensor)
+            for module in self._modules
+            for group in (module.parameters(), module.buffers())
+            for tensor in group
+        }
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def hold(self, tensor: torch.Tensor) -> _Saved:
+        """Count a tensor that somebody keeps beside autograd; it counts until the returned object is dropped."""
+        return self._pack(tensor)
+
+    def read(self) -> int:
+        """Bytes held now; also moves the peak."""
+        total = self.live_bytes + self._others()
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
+
+    def reset_peak(self) -> None:
+        """Start a new peak from here."""
+        self.peak_bytes = 0
+
+    def release(self, key: int) -> None:
+        """One holder of a storage is gone."""
+        entry = self._storages[key]
+        entry[0] -= 1
+        if not entry[0]:
+            self.live_bytes -= entry[1]
+            del self._storages[key]
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        key = _key(tensor)
+        entry = self._storages.setdefault(key, [0, 0])
+        if not entry[0] and key not in self._weights:
+            entry[1] = tensor.untyped_storage().nbytes()
+            self.live_bytes += entry[1]
+        entry[0] += 1
+        # Detached: an output that holds itself through its own node would never be freed.
+        return _Saved(self, tensor.detach(), key)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,400 @@
+"""The public schedules: torch's interface on the outside, one program and its executor inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from slimpipe.options import SlimPipeOptions
+from slimpipe.program import Program, build_program, plan_slots
+from slimpipe.runtime.agreement import StepShape, agree
+from slimpipe.runtime.batch import Batch
+from slimpipe.runtime.executor import Executor, StepRecord
+from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
+from slimpipe.runtime.stage import Stage
+from slimpipe.torch_private import group_timeout
+from slimpipe.transport import Transport
+
+
+class _SlimPipe:
+    """What both schedules share: they differ in the number of stages per rank only."""
+
+    _n_microbatches: int
+    _has_backward: bool
+    _loss_fn: Callable | None
+
+    def _set_up(
+        self, stages: list[PipelineStage], n_microbatches: int, num_slices: int, options: SlimPipeOptions | None
+    ) -> None:
+        """Everything that needs no communication; raises on every rank alike."""
+        options = SlimPipeOptions() if options is None else options
+        if not isinstance(options, SlimPipeOptions):
+            raise TypeError(f"options = {options!r} is a {type(options).__name__}; it must be a SlimPipeOptions")
+        first = stages[0]
+        if first.num_stages != len(stages) * first.group_size:
+            raise ValueError(
+                f"rank {first.group_rank} was given {len(stages)} of {first.num_stages} stages; a pipeline of {first.group_size} "
+                f"ranks needs {first.num_stages / first.group_size:g} stages on every rank"
+            )
+        self.options = options
+        self.num_slices = num_slices
+        self._torch_stages = stages
+        self._n_microbatches = n_microbatches
+        self.program: Program = self._build_program(forward_only=False)
+        wanted = [first.group_rank + j * first.group_size for j in range(len(stages))]
+        given = [getattr(stage, "stage_index", index) for stage, index in zip(stages, wanted, strict=True)]
+        if given != wanted:
+            raise ValueError(
+                f"rank {first.group_rank} was given stages {given}; it must hold stages {wanted}, in this order"
+            )
+        self._stages_by_index: dict[int, Stage] = {}
+        self._executors: dict[bool, Executor] = {}
+        self._transport: Transport | None = None
+        self._meter: MemoryMeter | None = None
+        self._last_shape: StepShape | None = None
+        self._record = StepRecord()
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple] | None = None,
+        kwarg_mbs: list[dict] | None = None,
+        target_mbs: list | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one training step.
+
+        Args:
+            *args: Whole-batch arguments of the first stage; dim 0 is cut into microbatches.
+            target: Whole-batch labels, on the rank of the last stage.
+            losses: Filled with one detached loss per microbatch (the sum over its slices) on the rank of the last stage.
+            return_outputs: Whether to return the last stage's outputs. They are of logit size and live until the caller
+                drops them: pass False where memory counts.
+            loss_kwargs: Further keyword arguments of ``loss_fn``.
+            arg_mbs: Instead of ``args``: one tuple per microbatch.
+            kwarg_mbs: Instead of ``kwargs``: one dict per microbatch.
+            target_mbs: Instead of ``target``: one tensor per microbatch.
+            **kwargs: Whole-batch keyword arguments for every stage. ``positions`` must be given on every rank or on none.
+
+        Returns:
+            The merged outputs on the rank of the last stage if ``return_outputs``, else None.
+
+        Collectives: one small all-gather on the stages' group, then the program's messages on groups of their own.
+
+        Raises:
+            ValueError: The arguments cannot be run in slices; raised on every rank before any activation is sent.
+            PipelineError: Another rank failed, died or hangs.
+        """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError("step() needs gradients and was called under torch.no_grad(); call eval() instead")
+        error, batch = None, None
+        try:
+            microbatches = self._microbatches(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+            batch = Batch(microbatches, num_slices=self.num_slices, options=self.options)
+            self._check_roles(microbatches, losses)
+            self._look_at_stages()
+        except (TypeError, ValueError) as raised:
+            error = raised
+        shape = self._agree(batch, error)
+        assert batch is not None
+        batch.set_seq_len(shape.seq_len)
+        executor = self._executor(shape)
+        with torch.set_grad_enabled(self._has_backward):
+            step_losses, outputs = executor.run(
+                batch, loss_kwargs=loss_kwargs, keep_outputs=return_outputs and self._holds_last
+            )
+        if self._has_backward:
+            self._record = executor.record
+        if losses is not None and self._holds_last:
+            losses[:] = step_losses
+        if not (return_outputs and self._holds_last):
+            return None
+        return self._merge_outputs([torch.cat(slices, dim=self.options.seq_dim) for slices in outputs])
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one forward-only step: arguments, losses and outputs as in `step`, no gradients."""
+        has_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            self._has_backward = has_backward
+
+    def metrics(self) -> dict[str, int]:
+        """What the last step measured on this rank.
+
+        Returns:
+            ``num_slices``; ``peak_live_units``; and where ``SlimPipeOptions.measure_memory`` is on ``peak_live_bytes`` (held
+            for backward: saved by autograd, K,V, inputs), ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting) and
+            ``message_bytes`` at their peaks.
+        """
+        record = self._record
+        metrics = {"num_slices": self.num_slices, "peak_live_units": record.peak_live_units}
+        if self._meter is not None:
+            metrics |= {
+                "peak_live_bytes": self._meter.peak_bytes,
+                "kv_bytes": record.peak_kv_bytes,
+                "carry_bytes": record.peak_carry_bytes,
+                "message_bytes": record.peak_message_bytes,
+            }
+        return metrics
+
+    @property
+    def record(self) -> StepRecord:
+        """Everything the last step measured, instruction times included where the options ask for them."""
+        return self._record
+
+    def close(self) -> None:
+        """Destroy the process groups that the schedule created. Collective over the pipeline's ranks."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._executors.clear()
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The pipeline's process group; None where one rank holds every stage."""
+        first = self._torch_stages[0]
+        return None if first.group_size == 1 else first.group or dist.group.WORLD
+
+    @property
+    def _holds_last(self) -> bool:
+        return any(stage.is_last for stage in self._torch_stages)
+
+    def _microbatches(self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs) -> Microbatches:
+        count = self._n_microbatches
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            return split_batch(count, args, kwargs, target, split=self._split_inputs)
+        whole = {"args": args, "kwargs": kwargs, "target": target}
+        return check_pre_split(count, whole, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
+
+    def _check_roles(self, microbatches: Microbatches, losses: list | None) -> None:
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses is a {type(losses).__name__}; it must be a list, which the step fills")
+        if any(stage.is_first for stage in self._torch_stages) and not all(microbatches.args):
+            raise ValueError("the rank of the first stage got no tokens: pass them as argument or in arg_mbs")
+        if self._holds_last and self._loss_fn is not None and microbatches.targets is None:
+            raise ValueError("the rank of the last stage got no labels: pass target or target_mbs")
+
+    def _agree(self, batch: Batch | None, error: Exception | None) -> StepShape:
+        first = self._torch_stages[0]
+        mine = StepShape(
+            failed=int(error is not None),
+            seq_len=-1 if batch is None or batch.seq_len is None else batch.seq_len,
+            num_tokens=-1 if batch is None or batch.seq_len is None else batch.num_tokens,
+            has_positions=-1 if batch is None else int(batch.has_positions),
+            documents=-1 if batch is None or batch.seq_len is None else batch.documents_hash,
+            has_backward=int(self._has_backward),
+            num_slices=self.num_slices,
+            num_stages_per_rank=self.program.num_stages_per_rank,
+            num_microbatches=self._n_microbatches,
+            seq_dim=self.options.seq_dim,
+        )
+        return agree(mine, error, group=self._group, device=first.device)
+
+    def _look_at_stages(self) -> None:
+        """Examine the modules at the first step: users may still replace `stage.submod` after making the schedule."""
+        if self._stages_by_index:
+            return
+        stages = {
+            stage.stage_index: Stage(
+                stage.submod, stage.stage_index, is_first=stage.is_first, is_last=stage.is_last, loss_fn=self._loss_fn
+            )
+            for stage in self._torch_stages
+        }
+        refuse_tied_weights({index: stage.submod for index, stage in stages.items()})
+        if self.options.measure_memory:
+            self._meter = MemoryMeter(
+                [stage.submod for stage in stages.values()],
+                others=lambda: sum(stage.kv_bytes for stage in stages.values()),
+            )
+        self._stages_by_index = stages
+
+    def _executor(self, shape: StepShape) -> Executor:
+        first = self._torch_stages[0]
+        group = self._group
+        if self._transport is None and group is not None:
+            wraps, timeout = len(self._torch_stages) > 1, group_timeout(group, first.device)
+            self._transport = Transport(group, wraps=wraps, device=first.device, timeout=timeout)
+        if self._transport is not None and shape != self._last_shape:
+            self._transport.forget_shapes()
+        self._last_shape = shape
+        if self._meter is not None and self._has_backward:
+            self._meter.reset_peak()
+        if self._has_backward not in self._executors:
+            program = self.program if self._has_backward else self._build_program(forward_only=True)
+            self._executors[self._has_backward] = Executor(
+                program,
+                rank=first.group_rank,
+                stages=self._stages_by_index,
+                plans={index: plan_slots(program, index) for index in self._stages_by_index},
+                transport=self._transport,
+                options=self.options,
+                meter=self._meter,
+            )
+        return self._executors[self._has_backward]
+
+    def _build_program(self, *, forward_only: bool) -> Program:
+        stages = self._torch_stages
+        return build_program(
+            stages[0].group_size,
+            self.num_slices,
+            len(stages),
+            self._n_microbatches,
+            forward_only=forward_only,
+            options=self.options,
+        )
+
+
+def check_loss_fn(loss_fn: Callable | None, *, scale_grads: bool) -> None:
+    """Refuse loss functions that average: a mean of slice means is not the mean, and NaN where a slice is all ignored.
+
+    Raises:
+        ValueError: ``loss_fn`` averages, or ``scale_grads`` is on.
+    """
+    if scale_grads:
+        raise ValueError(
+            "scale_grads = True: a slimpipe schedule never rescales gradients, since that would also rescale what earlier steps "
+            "accumulated; nearest legal value: False, with a loss_fn that divides by the step's number of tokens or samples"
+        )
+    if loss_fn is F.cross_entropy or getattr(loss_fn, "reduction", None) == "mean":
+        raise ValueError(
+            f"loss_fn = {loss_fn!r} averages over the tokens it sees, but is called once per slice; use reduction='sum' and "
+            "divide by the step's number of tokens"
+        )
+
+
+def refuse_tied_weights(submods: dict[int, nn.Module]) -> None:
+    """Refuse parameters shared by two stages of a rank.
+
+    Raises:
+        ValueError: Two stages hold the same parameter; names both.
+    """
+    seen: dict[int, str] = {}
+    for index, submod in submods.items():
+        for name, parameter in submod.named_parameters():
+            where = f"{name} of stage {index}"
+            if seen.setdefault(id(parameter), where) != where:
+                raise ValueError(
+                    f"{where} is tied to {seen[id(parameter)]}: weights tied across stages are not supported"
+                )
+
+
+class ScheduleSlimPipe(_SlimPipe, PipelineScheduleSingle):
+    """SlimPipe with one stage per rank: 1F1B over slices of sequences (design 1.2).
+
+    Loss and gradients equal those of the unsliced model; rank r keeps the activations of at most
+    ``num_slices + 2 (p - 1 - r)`` slices instead of ``p - r`` whole microbatches.
+
+    Args:
+        stage: This rank's stage; its module takes ``positions`` and ``attention_masks`` and uses `SliceAttention`.
+        n_microbatches: Microbatches per step, any number from 1.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar, called per slice: a sum over tokens, or that sum divided
+            by the step's token count. None for forward only.
+        num_slices: Slices per microbatch, at least the number of pipeline ranks; the sequence length must divide by it.
+        options: See `SlimPipeOptions`.
+        args_chunk_spec: As torch's schedules.
+        kwargs_chunk_spec: As torch's schedules.
+        output_merge_spec: As torch's schedules.
+        scale_grads: Must be False: gradients are never rescaled.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value outside its rule; names the value, the rule and the nearest legal value.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = False,
+        *,
+        num_slices: int,
+        options: SlimPipeOptions | None = None,
+    ) -> None:
+        check_loss_fn(loss_fn, scale_grads=scale_grads)
+        self._set_up([stage], n_microbatches, num_slices, options)
+        PipelineScheduleSingle.__init__(
+            self, stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+
+    def _get_pipeline_order(self) -> dict:
+        return self.program.to_pipeline_order()
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("a slimpipe schedule runs its program; call step()")
+
+
+class ScheduleInterleavedSlimPipe(_SlimPipe, PipelineScheduleMulti):
+    """SlimPipe with several stages per rank: fewer idle ticks and fewer live bytes per rank (design 1.2).
+
+    Args:
+        stages: This rank's stages, global indices r, r + p, r + 2p, ...
+        n_microbatches: As `ScheduleSlimPipe`, and so are all other arguments.
+        loss_fn: See there.
+        args_chunk_spec: See there.
+        kwargs_chunk_spec: See there.
+        output_merge_spec: See there.
+        use_full_backward: Accepted for torch's sake; must be None or True.
+        scale_grads: See there.
+        backward_requires_autograd: Accepted for torch's sake; must be True.
+        num_slices: See there.
+        options: See there.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value outside its rule.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = False,
+        backward_requires_autograd: bool = True,
+        *,
+        num_slices: int,
+        options: SlimPipeOptions | None = None,
+    ) -> None:
+        if not isinstance(stages, list) or not stages:
+            raise TypeError(f"stages is {stages!r}; it must be a list of this rank's stages")
+        if use_full_backward is False or not backward_requires_autograd:
+            raise ValueError("use_full_backward and backward_requires_autograd must be True: backward is not split")
+        check_loss_fn(loss_fn, scale_grads=scale_grads)
+        self._set_up(stages, n_microbatches, num_slices, options)
+        PipelineScheduleMulti.__init__(
+            self,
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        self.pipeline_order = self.program.to_pipeline_order()
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("a slimpipe schedule runs its program; call step()")

@@ -1,0 +1,225 @@
+"""One pipeline stage at run time: forward and backward of one unit, and what a live unit keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from slimpipe.attention.context import Phase, SliceContext, StageStore
+from slimpipe.attention.slice_attention import SliceAttention
+from slimpipe.program import SlotPlan, Unit
+from slimpipe.runtime.batch import Batch
+from slimpipe.runtime.meter import MemoryMeter
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a unit keeps from its forward to its backward, beside what autograd saves."""
+
+    edge: GradientEdge | None
+    """Where backward starts: not the output, whose storage may die with its send."""
+    source: torch.Tensor | None
+    """The received activation, whose gradient goes back."""
+    context: SliceContext
+    held: Any
+    """Meter entries."""
+
+
+class Stage:
+    """The model part of one global stage, run slice by slice.
+
+    Args:
+        submod: The stage's module, taking the activation (tokens on the first stage) and keyword arguments.
+        index: Global stage index.
+        is_first: Whether it takes tokens.
+        is_last: Whether its output goes to ``loss_fn``.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar sum, or None.
+
+    Raises:
+        ValueError: The module cannot run slice by slice; see `check_module`.
+    """
+
+    def __init__(
+        self, submod: nn.Module, index: int, *, is_first: bool, is_last: bool, loss_fn: Callable | None
+    ) -> None:
+        self.submod, self.index, self.is_first, self.is_last = submod, index, is_first, is_last
+        self._loss_fn = loss_fn
+        self.attention = [module for module in submod.modules() if isinstance(module, SliceAttention)]
+        self._fsdp = [module for module in submod.modules() if isinstance(module, FSDPModule)]
+        self._takes = check_module(submod, index=index, has_attention=bool(self.attention))
+        self._live: dict[Unit, _Live] = {}
+        self._store: StageStore | None = None
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: SlotPlan, *, keep_output: bool, meter: MemoryMeter | None) -> None:
+        """Start a step: an empty store, gradients kept local until `sync_gradients`."""
+        self._store = StageStore(plan, self.attention, hold=None if meter is None else meter.hold)
+        self._meter = meter
+        self._keep_output = keep_output
+        self._set_gradient_sync(False)
+
+    def sync_gradients(self) -> None:
+        """The next backward is the step's last: data parallelism reduces gradients in it."""
+        self._set_gradient_sync(True)
+
+    def end(self) -> None:
+        """End a step: nothing of it stays."""
+        assert not self._live, f"{len(self._live)} units of stage {self.index} are still live after the step"
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self._live.clear()
+        self._store = None
+
+    # A unit ----------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        unit: Unit,
+        batch: Batch,
+        received: torch.Tensor | None,
+        *,
+        loss_kwargs: dict[str, Any] | None,
+        with_backward: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one unit forward.
+
+        Returns:
+            The stage's output, detached, and on the last stage its detached loss (None without a loss function).
+        """
+        assert self._store is not None
+        context = SliceContext(
+            unit,
+            self._store,
+            batch.documents[unit.microbatch],
+            keep_output=self._keep_output and with_backward,
+        )
+        args = batch.args(unit.microbatch, unit.slice) if received is None else (received,)
+        if received is not None and with_backward:
+            received.requires_grad_()
+        meter = self._meter if with_backward else None
+        with nullcontext() if meter is None else meter.saving():
+            output = self.submod(*args, **self._kwargs(unit, batch, context, args))
+            self._check_output(output)
+            loss = self._loss(output, unit, batch, loss_kwargs) if self.is_last and self._loss_fn is not None else None
+        if with_backward:
+            root = output if loss is None else loss
+            edge = get_gradient_edge(root) if root.requires_grad else None
+            held = None if meter is None or received is None else meter.hold(received)
+            self._live[unit] = _Live(edge, received, context, held)
+        return output.detach(), None if loss is None else loss.detach()
+
+    def backward(self, unit: Unit, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Run one unit backward; ``gradient`` is that of its output, None on the last stage.
+
+        Returns:
+            Gradient of the received activation; None on the first stage.
+        """
+        live = self._live.pop(unit)
+        live.context.phase = Phase.BACKWARD
+        if live.edge is not None:
+            torch.autograd.backward((live.edge,), None if gradient is None else (gradient,))
+        if live.source is None:
+            return None
+        return torch.zeros_like(live.source) if live.source.grad is None else live.source.grad
+
+    @property
+    def num_live(self) -> int:
+        """Units between their forward and their backward."""
+        return len(self._live)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of this stage's K,V buffers."""
+        return 0 if self._store is None else self._store.kv_bytes
+
+    @property
+    def carry_bytes(self) -> int:
+        """Bytes of this stage's dK,dV in waiting."""
+        return 0 if self._store is None else self._store.carry_bytes
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    def _kwargs(self, unit: Unit, batch: Batch, context: SliceContext, args: tuple) -> dict[str, Any]:
+        kwargs = batch.kwargs(unit.microbatch, unit.slice)
+        if "positions" not in self._takes:
+            kwargs.pop("positions", None)
+        elif "positions" not in kwargs:
+            kwargs["positions"] = batch.default_positions(unit.slice, like=args[0])
+        if "attention_masks" in self._takes:
+            kwargs["attention_masks"] = context
+        return kwargs
+
+    def _loss(self, output: torch.Tensor, unit: Unit, batch: Batch, loss_kwargs: dict[str, Any] | None) -> torch.Tensor:
+        assert self._loss_fn is not None
+        loss = self._loss_fn(output, batch.target(unit.microbatch, unit.slice), **(loss_kwargs or {}))
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {shape}; a slimpipe schedule calls it once per slice and adds the results, so it must "
+                "return a scalar: the sum over tokens, or that sum divided by the step's number of tokens"
+            )
+        return loss
+
+    def _check_output(self, output: Any) -> None:
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"stage {self.index} returned a {type(output).__name__}; stages of a slimpipe schedule return one tensor"
+            )
+
+    def _set_gradient_sync(self, last: bool) -> None:
+        for module in self._fsdp:
+            module.set_is_last_backward(last)
+            module.set_reshard_after_backward(last, recurse=False)
+            module.set_requires_gradient_sync(last, recurse=False)
+
+
+def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[str]:
+    """Refuse modules that would give silently wrong results slice by slice.
+
+    Returns:
+        Which of ``positions`` and ``attention_masks`` the module's forward takes.
+
+    Raises:
+        ValueError: Active dropout, attention that knows nothing of slices, DistributedDataParallel, or a forward that takes
+            no ``positions`` or ``attention_masks`` although the stage holds `SliceAttention`.
+    """
+    where = f"stage {index}"
+    if isinstance(submod, DistributedDataParallel):
+        raise ValueError(
+            f"{where} is wrapped in DistributedDataParallel, which reduces gradients at every backward; use fully_shard (FSDP2) "
+            "or torch.distributed._composable.replicate over the data-parallel axis"
+        )
+    for name, module in submod.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{where}: {name} is {type(module).__name__}(p={module.p}); dropout is not supported, because slices would draw "
+                "other numbers than the whole sequence; nearest legal value: p=0"
+            )
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(
+                f"{where}: {name} is a torch.nn.MultiheadAttention, which would see one slice only; use "
+                "slimpipe.SliceAttention as the inner attention"
+            )
+    parameters = inspect.signature(submod.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes = {name for name in ("positions", "attention_masks") if anything or name in parameters}
+    if has_attention and len(takes) < 2:
+        missing = sorted({"positions", "attention_masks"} - takes)
+        raise ValueError(
+            f"{where}: {type(submod).__name__}.forward takes no {' and no '.join(missing)}; a stage with SliceAttention must take "
+            "both as keyword arguments and pass attention_masks untouched to its SliceAttention layers (positions: where "
+            "each token of the slice stands in its document)"
+        )
+    return takes if has_attention or not anything else set()

@@ -1,0 +1,147 @@
+"""The `[slimpipe]` section, the trainer configuration that holds it, and what makes a configuration ready to run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import derive
+from torchtitan.models.common.attention import BaseAttention
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from slimpipe.options import SlimPipeOptions
+from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
+from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. Its text lists every error; `errors` holds them one by one."""
+
+    def __init__(self, errors: Sequence[str], *, source: str = "configuration") -> None:
+        self.errors = tuple(errors)
+        head = f"{source}: {len(errors)} error{'s' if len(errors) > 1 else ''}"
+        super().__init__("\n".join([head, *(f"  - {error}" for error in errors)]))
+
+
+@dataclass(kw_only=True, slots=True)
+class SlimPipeSection:
+    num_slices: int = 8
+    """Equal slices that each sequence is cut into. `training.seq_len` must be a multiple of it, and it must be at least
+    `parallelism.pipeline_parallel_degree`."""
+
+    stages_per_rank: int | None = None
+    """Pipeline stages on each rank. By default 1 for schedule SlimPipe and 2 for InterleavedSlimPipe."""
+
+    kernel: str = "auto"
+    """Attention kernel: auto, reference, torch_cpu_flash, torch_cuda_flash or flash_attn."""
+
+    keep_attention_output: bool = True
+    """Under activation checkpointing, keep each attention's output and LSE, so that recomputing a layer does not run
+    its attention again."""
+
+    measure_memory: bool = False
+    """Count the bytes that are held for backward and report their peak per rank among the metrics."""
+
+    record_times: bool = False
+    """Record start and end of every instruction of the schedule."""
+
+    def __post_init__(self) -> None:
+        if type(self.num_slices) is not int:
+            raise TypeError(f"slimpipe.num_slices = {self.num_slices!r}: it must be an int, for example 8")
+        if self.num_slices < 1:
+            raise ValueError(f"slimpipe.num_slices = {self.num_slices}: it must be at least 1; nearest legal value: 1")
+        if self.stages_per_rank is not None and type(self.stages_per_rank) is not int:
+            raise TypeError(f"slimpipe.stages_per_rank = {self.stages_per_rank!r}: it must be an int, for example 2")
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise ValueError(
+                f"slimpipe.stages_per_rank = {self.stages_per_rank}: it must be at least 1; nearest legal value: 1"
+            )
+        try:
+            self.options()
+        except (TypeError, ValueError) as error:
+            # In the words of the file: its section, not our class.
+            raise type(error)(f"slimpipe.{str(error).removeprefix('SlimPipeOptions.')}") from None
+
+    def options(self) -> SlimPipeOptions:
+        """The options of the schedule."""
+        return SlimPipeOptions(
+            kernel=self.kernel,
+            keep_attention_output=self.keep_attention_output,
+            measure_memory=self.measure_memory,
+            record_times=self.record_times,
+        )
+
+    def num_stages_per_rank(self, schedule: str) -> int:
+        """Stages on each rank under `schedule`, one of `rules.SLIMPIPE_SCHEDULES`."""
+        if self.stages_per_rank is not None:
+            return self.stages_per_rank
+        return 1 if schedule == "SlimPipe" else 2
+
+
+@dataclass(kw_only=True, slots=True)
+class SlimPipeTrainerConfig(Trainer.Config):
+    """torchtitan's trainer configuration with a `slimpipe` section. `build()` gives torchtitan's own `Trainer`."""
+
+    slimpipe: SlimPipeSection = field(default_factory=SlimPipeSection)
+    """Slice-level pipeline parallelism."""
+
+    def __post_init__(self) -> None:
+        if error := broken_batch_rule(self):  # torchtitan checks the same, without naming a value that works
+            raise ValueError(error)
+        # A class with slots is another object than the one that super() would look for.
+        Trainer.Config.__post_init__(self)
+
+    def build(self, **kwargs: Any) -> Trainer:
+        # Both entry points come through here after the command line was applied and before anything is communicated.
+        return Trainer.Config.build(prepare(self), **kwargs)
+
+
+def with_slimpipe(config: Trainer.Config) -> SlimPipeTrainerConfig:
+    """Gives a torchtitan trainer configuration a default `slimpipe` section; one that has it comes back as it is."""
+    return config if isinstance(config, SlimPipeTrainerConfig) else derive(config, SlimPipeTrainerConfig)
+
+
+def check(config: SlimPipeTrainerConfig) -> None:
+    """Raises ConfigError with every rule that the final values of `config` break. Writes and communicates nothing."""
+    if errors := broken_rules(config):
+        raise ConfigError(errors)
+
+
+def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
+    """Checks final values and puts SlimPipe's parts into the model and the loss.
+
+    Every layer's inner attention becomes `TitanSliceAttention`, under torch's schedules too, where it is plain causal
+    attention that keeps documents apart. `config` is left as it is. Nothing is communicated or written.
+
+    Returns:
+        A configuration for torchtitan's `Trainer`. It cannot be prepared a second time.
+
+    Raises:
+        ConfigError: with every rule that `config` breaks.
+    """
+    check(config)
+    from slimpipe.torchtitan.attention import TitanSliceAttention
+    from slimpipe.torchtitan.pipelining import pipeline_llm
+
+    spec = config.model_spec
+    assert spec is not None
+    model = copy.deepcopy(spec.model)
+    for _, attention, _, _ in model.traverse(BaseAttention.Config):
+        attention.inner_attention = TitanSliceAttention.Config(kernel=config.slimpipe.kernel)
+    spec = dataclasses.replace(
+        spec,
+        model=model,
+        pipelining_fn=functools.partial(pipeline_llm, slimpipe=config.slimpipe, stock=spec.pipelining_fn),
+        parallelize_fn=with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn,
+    )
+    loss = config.loss
+    if runs_slimpipe(config) and isinstance(loss, ChunkedLossWrapper.Config):
+        logger.info("Slices bound the size of the logits already: using the loss inside ChunkedLossWrapper")
+        loss = loss.loss_fn
+    return dataclasses.replace(config, model_spec=spec, loss=loss)  # type: ignore[call-arg]

@@ -1,0 +1,212 @@
+"""What a configuration must fulfil before it can run, each broken rule with the nearest value that works."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.config import Configurable
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    GQAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.trainer import Trainer
+
+from slimpipe.torchtitan.cpu import use_cpu
+
+if TYPE_CHECKING:
+    from slimpipe.torchtitan.config import SlimPipeTrainerConfig
+
+SLIMPIPE_SCHEDULES = ("SlimPipe", "InterleavedSlimPipe")
+
+# Names that torch's get_schedule_class knows and torchtitan can run, for suggestions; whatever torch accepts passes.
+TORCH_SCHEDULES = (
+    "1F1B",
+    "Interleaved1F1B",
+    "GPipe",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+
+# Exact classes: a subclass may mean another attention than causal within documents.
+_PLAIN_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
+
+
+def runs_slimpipe(config: Trainer.Config) -> bool:
+    """Whether the trainer will run one of our schedules."""
+    parallelism = config.parallelism
+    return parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule in SLIMPIPE_SCHEDULES
+
+
+def broken_batch_rule(config: Trainer.Config) -> str | None:
+    """Why `training.local_batch_size` cannot be cut into microbatches; None where it can."""
+    batch, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
+    if config.parallelism.pipeline_parallel_degree <= 1 or size < 1 or (batch > 0 and batch % size == 0):
+        return None
+    return (
+        f"training.local_batch_size = {batch}: it must be a positive multiple of "
+        f"parallelism.pipeline_parallel_microbatch_size = {size}; nearest legal value: {_nearest_multiple(batch, size)}"
+    )
+
+
+def broken_rules(config: SlimPipeTrainerConfig) -> list[str]:
+    """Every rule that final values break; nothing is communicated to find out."""
+    errors = [*_model_rules(config), *_parallelism_rules(config)]
+    if runs_slimpipe(config):
+        errors += _schedule_rules(config)
+    return errors
+
+
+def _model_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
+    if config.model_spec is None:
+        yield 'model: no model was chosen; for example [model] name = "llama3" and flavor = "debugmodel"'
+        return
+    model = config.model_spec.model
+    if config.parallelism.pipeline_parallel_degree > 1 and getattr(model, "enable_weight_tying", False):
+        yield (
+            f"model.flavor = {config.model_spec.flavor!r}: input embedding and output layer share one weight, which "
+            f"pipeline parallelism cannot run; choose a flavor with separate weights, for example 'debugmodel' or '8B'"
+        )
+    for index, layer in enumerate(_layers(model)):
+        if not _is_plain_causal(getattr(layer, "attention", None)):
+            yield (
+                f"model.name = {config.model_spec.name!r}: the attention of layer {index} is not plain causal "
+                "grouped-query attention, the only one SlimPipe can slice so far; choose a model like 'llama3'"
+            )
+            break
+    for name, part, _, _ in model.traverse(Configurable.Config, recurse=True):
+        for item in fields(part):
+            value = getattr(part, item.name)
+            if "dropout" in item.name and isinstance(value, float | int) and value:
+                yield (
+                    f"model: {f'{name}.{item.name}'.lstrip('.')} = {value!r}: dropout is not supported; "
+                    "nearest legal value: 0"
+                )
+
+
+def _parallelism_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
+    parallelism = config.parallelism
+    if config.checkpoint.create_seed_checkpoint and not config.checkpoint.enable:
+        yield "checkpoint.create_seed_checkpoint = true: it needs checkpoint.enable = true"
+    if config.comm.mode == "local_tensor":
+        yield "comm.mode = 'local_tensor': torchtitan cannot train in it; nearest legal value: 'default'"
+    if config.training.enable_cpu_offload and use_cpu():
+        yield "training.enable_cpu_offload = true: training runs on the CPU already; nearest legal value: false"
+    if config.compile.enable and "model" in config.compile.components:
+        yield (
+            'compile.components holds "model": torch.compile cannot trace the slice attention; nearest legal value: '
+            f"{[name for name in config.compile.components if name != 'model']}, or compile.enable = false"
+        )
+    if parallelism.context_parallel_degree > 1:
+        yield (
+            f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree}: context parallelism is not "
+            "supported together with slices; nearest legal value: 1"
+        )
+    if parallelism.spmd_backend != "spmd_types":
+        yield (
+            f"parallelism.spmd_backend = {parallelism.spmd_backend!r}: the slice attention takes plain local tensors, "
+            "not DTensor; nearest legal value: 'spmd_types'"
+        )
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule not in SLIMPIPE_SCHEDULES and not _torch_knows(schedule):
+        known = (*SLIMPIPE_SCHEDULES, *TORCH_SCHEDULES)
+        near = difflib.get_close_matches(schedule, known, n=1, cutoff=0.0)[0]
+        yield (
+            f"parallelism.pipeline_parallel_schedule = {schedule!r}: no such schedule; nearest legal value: {near!r}; "
+            f"known: {', '.join(known)}"
+        )
+    if error := broken_batch_rule(config):
+        yield error
+
+
+def _schedule_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
+    """Rules that hold when one of our schedules runs."""
+    parallelism, section = config.parallelism, config.slimpipe
+    schedule, num_ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    num_slices, seq_len = section.num_slices, config.training.seq_len
+    if num_slices < num_ranks:
+        yield (
+            f"slimpipe.num_slices = {num_slices}: it must be at least parallelism.pipeline_parallel_degree = "
+            f"{num_ranks}; nearest legal value: {num_ranks}"
+        )
+    tp = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
+    if seq_len < 1 or seq_len % (num_slices * tp):
+        divisor = f"slimpipe.num_slices = {num_slices}"
+        if tp > 1:
+            divisor += f" times parallelism.tensor_parallel_degree = {tp}"
+        yield (
+            f"training.seq_len = {seq_len}: it must be a positive multiple of {divisor}, so that all slices are equal; "
+            f"nearest legal value: {_nearest_multiple(seq_len, num_slices * tp)}"
+        )
+    if schedule == "SlimPipe" and section.stages_per_rank not in (None, 1):
+        yield (
+            f"slimpipe.stages_per_rank = {section.stages_per_rank}: schedule SlimPipe has one stage per rank; nearest "
+            'legal value: 1, or parallelism.pipeline_parallel_schedule = "InterleavedSlimPipe"'
+        )
+        return
+    yield from _stage_rules(config, num_ranks, section.num_stages_per_rank(schedule))
+    if parallelism.pipeline_parallel_schedule_csv:
+        yield (
+            f"parallelism.pipeline_parallel_schedule_csv = {parallelism.pipeline_parallel_schedule_csv!r}: schedule "
+            f"{schedule} is computed, not read from a file; nearest legal value: ''"
+        )
+
+
+def _stage_rules(config: SlimPipeTrainerConfig, num_ranks: int, stages_per_rank: int) -> Iterator[str]:
+    parallelism = config.parallelism
+    num_stages = num_ranks * stages_per_rank
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        yield (
+            f"parallelism.pipeline_parallel_layers_per_stage = {parallelism.pipeline_parallel_layers_per_stage}: the "
+            "number of stages is set by slimpipe.stages_per_rank; remove this setting"
+        )
+    parts = parallelism.module_fqns_per_model_part
+    if parts is not None:
+        if len(parts) != num_stages:
+            yield (
+                f"parallelism.module_fqns_per_model_part has {len(parts)} entries: it must have one per stage, "
+                f"{num_ranks} ranks x {stages_per_rank} stages per rank = {num_stages}"
+            )
+        return
+    num_layers = len(_layers(config.model_spec.model)) if config.model_spec else 0
+    room = (
+        num_layers
+        + parallelism.pipeline_parallel_first_stage_less_layers
+        + parallelism.pipeline_parallel_last_stage_less_layers
+    )
+    if num_layers and num_stages > room:
+        yield (
+            f"slimpipe.stages_per_rank = {stages_per_rank}: {num_ranks} ranks x {stages_per_rank} = {num_stages} "
+            f"stages are more than the model's {num_layers} layers, embedding and output can fill; nearest legal "
+            f"value: {max(room // num_ranks, 1)}"
+        )
+
+
+def _layers(model: object) -> list:
+    return list(getattr(model, "layers", None) or [])
+
+
+def _is_plain_causal(attention: Any) -> bool:
+    """Whether our attention may take the place of the inner attention, all else staying the same."""
+    if type(attention) is not GQAttention.Config or type(attention.inner_attention) not in _PLAIN_CAUSAL:
+        return False
+    return getattr(attention.inner_attention, "window_size", (-1, 0)) == (-1, 0)
+
+
+def _torch_knows(schedule: str) -> bool:
+    try:
+        get_schedule_class(schedule)
+    except ValueError:
+        return False
+    return True
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    return max(of, (value + of // 2) // of * of)
