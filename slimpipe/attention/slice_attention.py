@@ -42,8 +42,8 @@ class SliceAttention(nn.Module):
     def forward(
         self,
         q_BLNH: Tensor,
-        k_BLGH: Tensor,
-        v_BLGH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         positions: Tensor | None = None,
         attention_masks: SliceContext | Documents | None = None,
@@ -54,8 +54,8 @@ class SliceAttention(nn.Module):
 
         Args:
             q_BLNH: Queries, positions already applied.
-            k_BLGH: Keys, heads not repeated.
-            v_BLGH: Values.
+            k_BLNH: Keys, with their own number of heads, not repeated. (torchtitan goes by this name.)
+            v_BLNH: Values.
             positions: Outside a schedule, (B, L) positions that restart at 0 at each document: documents do not see each
                 other. Inside a schedule ignored, because the schedule was given them.
             attention_masks: What the schedule passed to the model, untouched. Outside a schedule None, or `Documents`.
@@ -69,15 +69,15 @@ class SliceAttention(nn.Module):
             ValueError: Shapes that do not fit, heads that differ without ``enable_gqa``, or a kernel that cannot serve.
             TypeError: ``attention_masks`` is a mask object of another attention.
         """
-        if q_BLNH.shape[2] != k_BLGH.shape[2] and not enable_gqa:
+        if q_BLNH.shape[2] != k_BLNH.shape[2] and not enable_gqa:
             raise ValueError(
-                f"{q_BLNH.shape[2]} query heads and {k_BLGH.shape[2]} K,V heads: pass enable_gqa=True to share K,V heads"
+                f"{q_BLNH.shape[2]} query heads and {k_BLNH.shape[2]} K,V heads: pass enable_gqa=True to share K,V heads"
             )
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        kernel = choose_kernel(self.kernel, q_BLNH, k_BLGH, v_BLGH)
+        kernel = choose_kernel(self.kernel, q_BLNH, k_BLNH, v_BLNH)
         if isinstance(attention_masks, SliceContext):
             layer = attention_masks.layer(self)
-            return _SliceAttention.apply(q_BLNH, k_BLGH, v_BLGH, attention_masks, layer, kernel, scale)
+            return _SliceAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, layer, kernel, scale)
         if attention_masks is None:
             attention_masks = Documents.from_positions(positions, slice_len=q_BLNH.shape[1])
         if not isinstance(attention_masks, Documents):
@@ -85,7 +85,7 @@ class SliceAttention(nn.Module):
                 f"attention_masks is a {type(attention_masks).__name__}: SliceAttention makes its own masks; pass positions that "
                 "restart at 0 at each document, and attention_masks only as a slimpipe schedule hands it to the model"
             )
-        return _PlainAttention.apply(q_BLNH, k_BLGH, v_BLGH, attention_masks.own_mask(0), kernel, scale)
+        return _PlainAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks.own_mask(0), kernel, scale)
 
 
 class _PlainAttention(torch.autograd.Function):

@@ -86,7 +86,7 @@ class SlimPipeSection:
 
 @dataclass(kw_only=True, slots=True)
 class SlimPipeTrainerConfig(Trainer.Config):
-    """torchtitan's trainer configuration with a `slimpipe` section. `build()` gives torchtitan's own `Trainer`."""
+    """torchtitan's trainer configuration with a `slimpipe` section. `build()` gives a `SlimPipeTrainer`."""
 
     slimpipe: SlimPipeSection = field(default_factory=SlimPipeSection)
     """Slice-level pipeline parallelism."""
@@ -99,6 +99,8 @@ class SlimPipeTrainerConfig(Trainer.Config):
 
     def build(self, **kwargs: Any) -> Trainer:
         # Both entry points come through here after the command line was applied and before anything is communicated.
+        from slimpipe.torchtitan import trainer  # noqa: F401  (defines the class that is built)
+
         return Trainer.Config.build(prepare(self), **kwargs)
 
 
@@ -126,7 +128,8 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         ConfigError: with every rule that `config` breaks.
     """
     check(config)
-    from slimpipe.torchtitan.attention import TitanSliceAttention
+    from slimpipe.torchtitan.attention import TitanSliceAttention, with_documents
+    from slimpipe.torchtitan.metrics import SlimPipeMetrics
     from slimpipe.torchtitan.pipelining import pipeline_llm
 
     spec = config.model_spec
@@ -138,10 +141,13 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         spec,
         model=model,
         pipelining_fn=functools.partial(pipeline_llm, slimpipe=config.slimpipe, stock=spec.pipelining_fn),
-        parallelize_fn=with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn,
+        parallelize_fn=with_documents(
+            with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn
+        ),
     )
     loss = config.loss
     if runs_slimpipe(config) and isinstance(loss, ChunkedLossWrapper.Config):
         logger.info("Slices bound the size of the logits already: using the loss inside ChunkedLossWrapper")
         loss = loss.loss_fn
-    return dataclasses.replace(config, model_spec=spec, loss=loss)  # type: ignore[call-arg]
+    metrics = derive(config.metrics, SlimPipeMetrics.Config)
+    return dataclasses.replace(config, model_spec=spec, loss=loss, metrics=metrics)  # type: ignore[call-arg]

@@ -1,0 +1,117 @@
+"""What a run measures of its pipeline, in torchtitan's metrics and in a file per rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+
+from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.schedules import ScheduleInterleavedSlimPipe, ScheduleSlimPipe
+
+Schedule = ScheduleSlimPipe | ScheduleInterleavedSlimPipe
+
+
+class TorchScheduleMeter:
+    """Measures one of torch's schedules with the meter of ours: what autograd holds for backward on this rank.
+
+    Activations that torch's stages keep beside autograd are not counted.
+    """
+
+    def __init__(self, model_parts: list[nn.Module]) -> None:
+        self._meter = MemoryMeter(model_parts)
+        for part in model_parts:
+            part.register_forward_hook(lambda *_: self._read())
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Context for one step."""
+        self._meter.reset_peak()
+        with self._meter.saving():
+            yield
+
+    def metrics(self) -> dict[str, int]:
+        """``peak_live_bytes`` of the last step."""
+        return {"peak_live_bytes": self._meter.peak_bytes}
+
+    def _read(self) -> None:
+        self._meter.read()
+
+
+class SlimPipeMetrics(MetricsProcessor):
+    """torchtitan's metrics, and those of the pipeline under ``slimpipe/NAME/rank_R``, R the pipeline rank.
+
+    Gathering them is a collective on the pipeline's group at every step that logs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    _source: Schedule | TorchScheduleMeter | None = None
+    _group: dist.ProcessGroup | None = None
+    _file: Path | None = None
+    _losses: tuple[float, float] | None = None
+
+    def watch(self, source: Schedule | TorchScheduleMeter, *, group: dist.ProcessGroup, dump_folder: str) -> None:
+        """Report what ``source`` measures from now on.
+
+        Args:
+            source: What has ``metrics()``.
+            group: The pipeline's process group.
+            dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures.
+        """
+        self._source, self._group = source, group
+        self._file = Path(dump_folder) / "slimpipe" / f"rank{dist.get_rank()}.json"
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        extra = dict(extra_metrics or {})
+        if self._source is not None:
+            mine = self._figures()
+            everyone: list[dict[str, int] | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, mine, group=self._group)
+            for rank, figures in enumerate(everyone):
+                extra |= {f"slimpipe/{name}/rank_{rank}": value for name, value in (figures or {}).items()}
+            self._write(mine, global_avg_loss)
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
+
+    def _figures(self) -> dict[str, int]:
+        assert self._source is not None and self._group is not None
+        figures = self._source.metrics()
+        if isinstance(self._source, TorchScheduleMeter) or "peak_live_bytes" not in figures:
+            return figures
+        program, rank = self._source.program, dist.get_rank(self._group)
+        # 1F1B on as many ranks holds whole microbatches of the same layers; one unit is a slice of one stage of them.
+        whole_microbatch = figures["peak_live_bytes"] / figures["peak_live_units"] * (
+            program.num_slices * program.num_stages_per_rank
+        )
+        live_microbatches = min(program.num_ranks - rank, program.num_microbatches)
+        return figures | {"one_f_one_b_bytes": round(whole_microbatch * live_microbatches)}
+
+    def _write(self, figures: dict[str, int], loss: float) -> None:
+        """Replace this rank's file as a whole: a run that is stopped leaves no half-written one."""
+        assert self._file is not None and self._group is not None
+        record: dict[str, Any] = {"rank": dist.get_rank(), **figures}
+        if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
+            self._losses = (self._losses or (loss, loss))[0], loss
+            record |= {"loss_first": self._losses[0], "loss_last": self._losses[1]}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._file.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(record))
+        os.replace(unfinished, self._file)
