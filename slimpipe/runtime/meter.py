@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,6 +27,16 @@ class _Saved:
         self._meter.release(self.key)
 
 
+@dataclass(slots=True)
+class _Entry:
+    """A storage that is held."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    """What it counts for; 0 once it is known to be a weight."""
+    num_holders: int = 0
+
+
 class MemoryMeter:
     """Live bytes of saved activations now and at their peak.
 
@@ -37,20 +48,13 @@ class MemoryMeter:
     def __init__(self, modules: list[nn.Module], others: Callable[[], int] = lambda: 0) -> None:
         self._modules = modules
         self._others = others
-        self._storages: dict[int, list[int]] = {}  # storage -> [holders, bytes]
-        self._weights: set[int] = set()
+        self._storages: dict[int, _Entry] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         """Highest reading of `read` since `reset_peak`."""
 
     def saving(self) -> AbstractContextManager[None]:
         """Context for a forward: what autograd saves in it is counted until it lets go."""
-        self._weights = {
-            _key(tensor)
-            for module in self._modules
-            for group in (module.parameters(), module.buffers())
-            for tensor in group
-        }
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def hold(self, tensor: torch.Tensor) -> _Saved:
@@ -58,7 +62,8 @@ class MemoryMeter:
         return self._pack(tensor)
 
     def read(self) -> int:
-        """Bytes held now; also moves the peak."""
+        """Bytes held now; also moves the peak. To be called outside forwards, when weights are where they stay."""
+        self._discount_weights()
         total = self.live_bytes + self._others()
         self.peak_bytes = max(self.peak_bytes, total)
         return total
@@ -70,20 +75,36 @@ class MemoryMeter:
     def release(self, key: int) -> None:
         """One holder of a storage is gone."""
         entry = self._storages[key]
-        entry[0] -= 1
-        if not entry[0]:
-            self.live_bytes -= entry[1]
+        entry.num_holders -= 1
+        if not entry.num_holders:
+            self.live_bytes -= entry.num_bytes
             del self._storages[key]
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         key = _key(tensor)
-        entry = self._storages.setdefault(key, [0, 0])
-        if not entry[0] and key not in self._weights:
-            entry[1] = tensor.untyped_storage().nbytes()
-            self.live_bytes += entry[1]
-        entry[0] += 1
+        entry = self._storages.get(key)
+        if entry is None:
+            storage = tensor.untyped_storage()
+            entry = self._storages[key] = _Entry(storage, storage.nbytes())
+            self.live_bytes += entry.num_bytes
+        entry.num_holders += 1
         # Detached: an output that holds itself through its own node would never be freed.
         return _Saved(self, tensor.detach(), key)
+
+    def _discount_weights(self) -> None:
+        # Only now: FSDP2 gathers weights in the middle of a forward, and may have freed them again since.
+        for module in self._modules:
+            for group in (module.parameters(), module.buffers()):
+                for tensor in group:
+                    self._discount(self._storages.get(_key(tensor)))
+        for entry in self._storages.values():
+            if entry.num_bytes and not entry.storage.nbytes():
+                self._discount(entry)
+
+    def _discount(self, entry: _Entry | None) -> None:
+        if entry is not None:
+            self.live_bytes -= entry.num_bytes
+            entry.num_bytes = 0
 
 
 def _key(tensor: torch.Tensor) -> int:

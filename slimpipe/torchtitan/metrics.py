@@ -27,10 +27,19 @@ class TorchScheduleMeter:
     Activations that torch's stages keep beside autograd are not counted.
     """
 
-    def __init__(self, model_parts: list[nn.Module]) -> None:
+    def __init__(self, schedule: Any, model_parts: list[nn.Module]) -> None:
         self._meter = MemoryMeter(model_parts)
         for part in model_parts:
             part.register_forward_hook(lambda *_: self._read())
+        # The loss saves tensors of logit size after the last stage's forward.
+        loss_fn = schedule._loss_fn
+
+        def measured(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = loss_fn(*args, **kwargs)
+            self._read()
+            return loss
+
+        schedule._loss_fn = measured
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:

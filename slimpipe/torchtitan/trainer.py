@@ -27,7 +27,7 @@ class SlimPipeTrainer(Trainer):
         if not runs_slimpipe(config):
             if not config.slimpipe.measure_memory:
                 return
-            source = self._torch_meter = TorchScheduleMeter(self.model_parts)
+            source = self._torch_meter = TorchScheduleMeter(self.pp_schedule, self.model_parts)
         assert isinstance(self.metrics_processor, SlimPipeMetrics)
         group = self.parallel_dims.get_mesh("pp").get_group()
         self.metrics_processor.watch(source, group=group, dump_folder=config.dump_folder)
