@@ -17,8 +17,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("peak_live_units", "peak live units", str),
     ("peak_live_bytes", "peak live activations", _mib),
     ("one_f_one_b_bytes", "1F1B needs", _mib),
-    ("loss_first", "first loss", "{:.4f}".format),
-    ("loss_last", "last loss", "{:.4f}".format),
+    ("losses", "first loss", lambda losses: f"{losses[0]:.4f}"),
+    ("losses", "last loss", lambda losses: f"{losses[-1]:.4f}"),
 )
 
 

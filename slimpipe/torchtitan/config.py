@@ -141,9 +141,7 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         spec,
         model=model,
         pipelining_fn=functools.partial(pipeline_llm, slimpipe=config.slimpipe, stock=spec.pipelining_fn),
-        parallelize_fn=with_documents(
-            with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn
-        ),
+        parallelize_fn=with_documents(with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn),
     )
     loss = config.loss
     if runs_slimpipe(config) and isinstance(loss, ChunkedLossWrapper.Config):

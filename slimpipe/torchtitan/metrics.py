@@ -69,18 +69,22 @@ class SlimPipeMetrics(MetricsProcessor):
     _source: Schedule | TorchScheduleMeter | None = None
     _group: dist.ProcessGroup | None = None
     _file: Path | None = None
-    _losses: tuple[float, float] | None = None
 
-    def watch(self, source: Schedule | TorchScheduleMeter, *, group: dist.ProcessGroup, dump_folder: str) -> None:
+    def watch(
+        self, source: Schedule | TorchScheduleMeter | None, *, group: dist.ProcessGroup | None, dump_folder: str
+    ) -> None:
         """Report what ``source`` measures from now on.
 
         Args:
-            source: What has ``metrics()``.
-            group: The pipeline's process group.
-            dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures.
+            source: What has ``metrics()``; None without a pipeline or where nothing is measured.
+            group: The pipeline's process group; None without a pipeline.
+            dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures and, where the loss
+                is known, losses and gradient norms of all steps that logged.
         """
         self._source, self._group = source, group
         self._file = Path(dump_folder) / "slimpipe" / f"rank{dist.get_rank()}.json"
+        self._losses: list[float] = []
+        self._grad_norms: list[float] = []
 
     def log(
         self,
@@ -91,35 +95,35 @@ class SlimPipeMetrics(MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         extra = dict(extra_metrics or {})
+        mine = self._figures()
         if self._source is not None:
-            mine = self._figures()
             everyone: list[dict[str, int] | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(everyone, mine, group=self._group)
             for rank, figures in enumerate(everyone):
                 extra |= {f"slimpipe/{name}/rank_{rank}": value for name, value in (figures or {}).items()}
-            self._write(mine, global_avg_loss)
+        self._losses.append(global_avg_loss)
+        self._grad_norms.append(grad_norm)
+        self._write(mine)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
 
     def _figures(self) -> dict[str, int]:
-        assert self._source is not None and self._group is not None
-        figures = self._source.metrics()
+        figures = {} if self._source is None else self._source.metrics()
         if isinstance(self._source, TorchScheduleMeter) or "peak_live_bytes" not in figures:
             return figures
-        program, rank = self._source.program, dist.get_rank(self._group)
-        # 1F1B on as many ranks holds whole microbatches of the same layers; one unit is a slice of one stage of them.
-        whole_microbatch = figures["peak_live_bytes"] / figures["peak_live_units"] * (
-            program.num_slices * program.num_stages_per_rank
-        )
-        live_microbatches = min(program.num_ranks - rank, program.num_microbatches)
+        assert self._source is not None
+        program = self._source.program
+        # 1F1B on as many ranks holds whole microbatches of the same layers; a unit is one slice of one stage of them.
+        num_units = program.num_slices * program.num_stages_per_rank
+        whole_microbatch = figures["peak_live_bytes"] / figures["peak_live_units"] * num_units
+        live_microbatches = min(program.num_ranks - dist.get_rank(self._group), program.num_microbatches)
         return figures | {"one_f_one_b_bytes": round(whole_microbatch * live_microbatches)}
 
-    def _write(self, figures: dict[str, int], loss: float) -> None:
+    def _write(self, figures: dict[str, int]) -> None:
         """Replace this rank's file as a whole: a run that is stopped leaves no half-written one."""
-        assert self._file is not None and self._group is not None
+        assert self._file is not None
         record: dict[str, Any] = {"rank": dist.get_rank(), **figures}
-        if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
-            self._losses = (self._losses or (loss, loss))[0], loss
-            record |= {"loss_first": self._losses[0], "loss_last": self._losses[1]}
+        if self._group is None or dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
+            record |= {"losses": self._losses, "grad_norms": self._grad_norms}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._file.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(record))

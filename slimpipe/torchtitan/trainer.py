@@ -20,16 +20,15 @@ class SlimPipeTrainer(Trainer):
 
     def __init__(self, config: SlimPipeTrainerConfig) -> None:
         super().__init__(config)
+        source, group = None, None
         self._torch_meter: TorchScheduleMeter | None = None
-        if not self.parallel_dims.pp_enabled:
-            return
-        source: Any = self.pp_schedule
-        if not runs_slimpipe(config):
-            if not config.slimpipe.measure_memory:
-                return
-            source = self._torch_meter = TorchScheduleMeter(self.pp_schedule, self.model_parts)
+        if self.parallel_dims.pp_enabled:
+            group = self.parallel_dims.get_mesh("pp").get_group()
+            if runs_slimpipe(config):
+                source = self.pp_schedule
+            elif config.slimpipe.measure_memory:
+                source = self._torch_meter = TorchScheduleMeter(self.pp_schedule, self.model_parts)
         assert isinstance(self.metrics_processor, SlimPipeMetrics)
-        group = self.parallel_dims.get_mesh("pp").get_group()
         self.metrics_processor.watch(source, group=group, dump_folder=config.dump_folder)
 
     def pp_forward_backward_step(self, **kwargs: Any) -> torch.Tensor:

@@ -166,7 +166,7 @@ def test_summary_tells_figures_of_this_run_and_where_outputs_are(tmp_path):
             "rank": rank,
             "peak_live_bytes": (rank + 1) * 2**20,
             "one_f_one_b_bytes": 5 * 2**20,
-            "loss_first": 8.25,
+            "losses": [8.25, 8.0],
         }
         (tmp_path / "slimpipe" / f"rank{rank}.json").write_text(json.dumps(record))
     for stale in (runs[0], tmp_path / "slimpipe" / "rank0.json"):
@@ -180,7 +180,7 @@ def test_summary_tells_figures_of_this_run_and_where_outputs_are(tmp_path):
 
 
 def test_rank_table_sorts_ranks_and_leaves_out_what_no_rank_has():
-    lines = rank_table([{"rank": 1, "peak_live_units": 8}, {"rank": 0, "loss_last": 3.5}]).splitlines()
-    assert [line.split() for line in lines[1:]] == [["0", "-", "3.5000"], ["1", "8", "-"]]
+    lines = rank_table([{"rank": 1, "peak_live_units": 8}, {"rank": 0, "losses": [4.0, 3.5]}]).splitlines()
+    assert [line.split() for line in lines[1:]] == [["0", "-", "4.0000", "3.5000"], ["1", "8", "-", "-"]]
     assert "1F1B" not in lines[0]
     assert len({len(line) for line in lines}) == 1
