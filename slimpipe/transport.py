@@ -1,10 +1,11 @@
 """Point-to-point messages between pipeline ranks, first-in first-out on channels that carry one direction only.
 
-A *channel* is a directed edge of the pipeline for one direction of the schedule: forward from rank r to r + 1, or backward
-from r + 1 to r, and the wrap-around edges of interleaved schedules. NCCL ignores tags and runs the unbatched messages of a
-communicator in order, so channels are spread over process groups such that in each group a rank only sends to one peer or
-only receives from one peer: edges with an even source, edges with an odd source, and the wrap-around edge, for each direction.
-The order on every communicator is then the order of one channel, which `slimpipe.program.check` proves for a program.
+A *channel* is a directed edge of the pipeline for one direction of the schedule: forward from rank r to r + 1, or
+backward from r + 1 to r, and the wrap-around edges of interleaved schedules. NCCL ignores tags and runs the unbatched
+messages of a communicator in order, so channels are spread over process groups such that in each group a rank only
+sends to one peer or only receives from one peer: edges with an even source, edges with an odd source, and the
+wrap-around edge, for each direction. The order on every communicator is then the order of one channel, which
+`slimpipe.program.check` proves for a program.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _HEADER_LEN = 10
 _Send = list[tuple[dist.Work, torch.Tensor]]
 """One send under way: its message, after its header if it has one, each with the work to wait for."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PipelineError(RuntimeError):
+    """A message of the pipeline did not arrive or could not be sent: another rank failed, died or hangs."""
 
 
 class Channel(NamedTuple):
@@ -56,9 +61,9 @@ class Receive:
 class Transport:
     """The channels of one pipeline rank.
 
-    Creating it is collective over the ranks of ``group`` (it creates process groups). Shapes are not configured: the first
-    message of a stream is preceded by a header with shape and dtype; until it has arrived, receives of that stream wait in
-    line and are posted when needed instead of ahead.
+    Creating it is collective over the ranks of ``group`` (it creates process groups). Shapes are not configured: the
+    first message of a stream is preceded by a header with shape and dtype; until it has arrived, receives of that
+    stream wait in line and are posted when needed instead of ahead.
 
     Args:
         group: The pipeline's process group.
@@ -80,8 +85,10 @@ class Transport:
         self._ranks = dist.get_process_group_ranks(group)
         for edges in _edge_groups(len(self._ranks), wraps=wraps):
             for direction in ("forward", "backward"):
-                # Every rank of the pipeline takes part in every group, in the same order: torch names groups by counting.
+                # Every rank of the pipeline takes part in every group, in the same order: torch names groups by
+                # counting.
                 made = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
+                assert isinstance(made, dist.ProcessGroup)
                 self._process_groups.append(made)
                 for source, destination in edges:
                     ends = (source, destination) if direction == "forward" else (destination, source)
@@ -115,8 +122,9 @@ class Transport:
                 messages.insert(0, self._encode(tensor))
             elif announced != meta:
                 raise ValueError(
-                    f"the stage before stage {stream} returned {tuple(tensor.shape)}, {tensor.dtype}, after {announced} in the same "
-                    "or an equal step: the output of a stage must depend on nothing but the shape of the batch"
+                    f"the stage before stage {stream} returned {tuple(tensor.shape)}, {tensor.dtype}, after "
+                    f"{announced} in the same or an equal step: the output of a stage must depend on nothing but the "
+                    "shape of the batch"
                 )
         sends.append([(self._isend(channel, message), message) for message in messages])
 
@@ -134,7 +142,8 @@ class Transport:
     def wait(self, channel: Channel, receive: Receive) -> torch.Tensor:
         """Wait for a receive and return its tensor, which is the caller's from then on."""
         while receive._work is None:
-            # First use of a stream: its header is next on the channel. What stood in line behind it can be posted after it.
+            # First use of a stream: its header is next on the channel. What stood in line behind it can be posted after
+            # it.
             stream, waiting = self._waiting[channel].popleft()
             if not self._known(channel, stream):
                 self._metas[channel, stream] = self._receive_header(channel)
@@ -160,8 +169,10 @@ class Transport:
 
     def drop(self) -> None:
         """Let go of everything without waiting; after a failure."""
-        for queue in (*self._sends.values(), *self._waiting.values()):
-            queue.clear()
+        for sends in self._sends.values():
+            sends.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
 
     def close(self) -> None:
         """Destroy the channels' process groups."""
@@ -189,16 +200,20 @@ class Transport:
         receive._work = self._irecv(channel, receive._tensor)
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return dist.isend(tensor, self._ranks[channel.destination], group=self._groups[channel])
+        work = dist.isend(tensor, self._ranks[channel.destination], group=self._groups[channel])
+        assert work is not None
+        return work
 
     def _irecv(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
-        return dist.irecv(tensor, self._ranks[channel.source], group=self._groups[channel])
+        work = dist.irecv(tensor, self._ranks[channel.source], group=self._groups[channel])
+        assert work is not None
+        return work
 
     def _encode(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER_LEN - 2:
             raise ValueError(
-                f"a stage's output has dtype {tensor.dtype} and {tensor.dim()} dims; stages may exchange one floating-point "
-                f"tensor of at most {_HEADER_LEN - 2} dims, dtype one of {', '.join(map(str, _DTYPES))}"
+                f"a stage's output has dtype {tensor.dtype} and {tensor.dim()} dims; stages may exchange one "
+                f"floating-point tensor of at most {_HEADER_LEN - 2} dims, dtype one of {', '.join(map(str, _DTYPES))}"
             )
         header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
         return torch.tensor(header + [0] * (_HEADER_LEN - len(header)), dtype=torch.int64, device=self._device)

@@ -98,7 +98,7 @@ class Decoder(nn.Module):
         h = x if self.embedding is None else self.embedding(x)
         for block in self.blocks.values():
             if self.recompute:
-                h = checkpoint(block, h, attention_masks, positions, use_reentrant=False)
+                h = checkpoint(block, h, attention_masks, positions, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = block(h, attention_masks, positions)
         return h if self.head is None else self.head(self.norm(h))

@@ -1,8 +1,8 @@
 """What an attention layer must know of the slice it works on.
 
-The schedule hands one `SliceContext` per unit to its stage as the keyword argument ``attention_masks``; models pass that
-argument untouched to every inner attention, in the forward and again when a checkpointed layer is recomputed. So no state
-is global, and two pipelines in one process do not see each other.
+The schedule hands one `SliceContext` per unit to its stage as the keyword argument ``attention_masks``; models pass
+that argument untouched to every inner attention, in the forward and again when a checkpointed layer is recomputed. So
+no state is global, and two pipelines in one process do not see each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from slimpipe.attention.kv_store import LayerStore
+from slimpipe.attention.kv_store import LayerStore, SlotBuffers
 from slimpipe.attention.mask import Documents, Mask
 from slimpipe.program import SlotPlan, Unit
 
@@ -30,24 +30,23 @@ class StageStore:
 
     Args:
         plan: Where the slices of this stage sit.
-        layers: The stage's attention modules.
+        layers: The stage's attention modules, each with the K,V buffers it uses.
         hold: Called with what is kept beside autograd; its result lives as long as that is kept (it counts bytes).
     """
 
     def __init__(
-        self, plan: SlotPlan, layers: list[nn.Module], *, hold: Callable[[Tensor], object] | None = None
+        self,
+        plan: SlotPlan,
+        layers: dict[nn.Module, SlotBuffers],
+        *,
+        hold: Callable[[Tensor], object] | None = None,
     ) -> None:
         self.plan = plan
-        self._layers = {layer: LayerStore(plan, hold=hold) for layer in layers}
+        self._layers = {layer: LayerStore(buffers, hold=hold) for layer, buffers in layers.items()}
 
     def layer(self, module: nn.Module) -> LayerStore:
         """Store of one attention module of the stage."""
         return self._layers[module]
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the K,V buffers of all layers."""
-        return sum(layer.kv_bytes for layer in self._layers.values())
 
     @property
     def carry_bytes(self) -> int:
@@ -72,8 +71,8 @@ class SliceContext:
         self.own_mask = documents.own_mask(unit.slice)
         self.past_mask: Mask | None = None
         if unit.slice:
-            low, high = store.plan.past(unit.microbatch, unit.slice)
-            self.past_mask = documents.past_mask(unit.slice, store.plan.slices_in(unit.microbatch, low, high))
+            low, high = store.plan.past(unit)
+            self.past_mask = documents.past_mask(unit.slice, store.plan.slices_in(unit, low, high))
         self.sees_past = unit.slice > 0 and not (self.past_mask is not None and self.past_mask.sees_nothing)
         """Whether any query of the unit sees any past key."""
         self._store = store
@@ -88,8 +87,8 @@ class SliceContext:
         if self.phase is Phase.FORWARD:
             if module in self._called:
                 raise RuntimeError(
-                    "a SliceAttention module was called twice in one forward of a slice; every attention of the model needs a "
-                    "module of its own (SliceAttention has no weights, so weights can still be shared)"
+                    "a SliceAttention module was called twice in one forward of a slice; every attention of the model "
+                    "needs a module of its own (SliceAttention has no weights, so weights can still be shared)"
                 )
             self._called.add(module)
         return self._store.layer(module)

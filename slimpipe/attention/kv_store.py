@@ -1,8 +1,8 @@
 """Where the K,V of live slices stay between a slice's forward and its backward, and where dK,dV wait for their slice.
 
-Shapes: B batch, L slice, K past tokens, N query heads, G K,V heads, H head dim. A *slot* holds the K,V of one slice; where
-each slice sits is planned ahead of time from the program (`slimpipe.program.slots`), so that the past of any slice is one
-contiguous view and nothing is ever concatenated.
+Shapes: B batch, L slice, K past tokens, N query heads, G K,V heads, H head dim. A *slot* holds the K,V of one slice;
+where each slice sits is planned ahead of time from the program (`slimpipe.program.slots`), so that the past of any
+slice is one contiguous view and nothing is ever concatenated.
 """
 
 from __future__ import annotations
@@ -21,26 +21,48 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class SlotBuffers:
+    """K,V of all slots of one plan, for one attention layer of each of its stages.
+
+    Buffers appear at the first slice of a step and go with the object. Layers of one shape share a pair.
+    """
+
+    def __init__(self, plan: SlotPlan) -> None:
+        self.plan = plan
+        self._pairs: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(map(_num_bytes, self._pairs.values()))
+
+    def like(self, k_BLGH: torch.Tensor, v_BLGH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers for slices of this shape, ``(k, v)``, slots along dim 1."""
+        key = k_BLGH.shape, v_BLGH.shape, k_BLGH.dtype, k_BLGH.device
+        if key not in self._pairs:
+            self._pairs[key] = self._empty(k_BLGH), self._empty(v_BLGH)
+        return self._pairs[key]
+
+    def _empty(self, x_BLGH: torch.Tensor) -> torch.Tensor:
+        B, L, *heads = x_BLGH.shape
+        return x_BLGH.new_empty(B, self.plan.num_slots * L, *heads)
+
+
 class LayerStore:
     """K,V, dK,dV and kept attention outputs of one attention layer.
 
-    Buffers appear at the first slice of a step and go with the object. Slots are reused as the plan says: a backward frees
-    its slice's slot by the mere passing of time, no call is needed.
+    Slots are reused as the plan says: a backward frees its slice's slot by the mere passing of time, no call is needed.
     """
 
-    def __init__(self, plan: SlotPlan, *, hold: Callable[[torch.Tensor], object] | None = None) -> None:
-        self._plan = plan
+    def __init__(self, buffers: SlotBuffers, *, hold: Callable[[torch.Tensor], object] | None = None) -> None:
+        self._buffers = buffers
+        self._plan = buffers.plan
         self._hold = hold
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._carry: tuple[torch.Tensor, torch.Tensor] | None = None
         self._carry_low = 0
         self._kept: dict[Unit, tuple[tuple[torch.Tensor, torch.Tensor], object]] = {}
         self._slice_len = 0
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the K,V buffers."""
-        return _num_bytes(self._kv)
 
     @property
     def carry_bytes(self) -> int:
@@ -51,16 +73,14 @@ class LayerStore:
         """Copy the K,V of one slice into its slot."""
         if self._kv is None:
             self._slice_len = k_BLGH.shape[1]
-            self._kv = tuple(
-                x.new_empty(x.shape[0], self._plan.num_slots * self._slice_len, *x.shape[2:]) for x in (k_BLGH, v_BLGH)
-            )
-        slot = self._plan.slot(unit.microbatch, unit.slice)
+            self._kv = self._buffers.like(k_BLGH, v_BLGH)
+        slot = self._plan.slot(unit)
         for buffer, x in zip(self._slots(self._kv, slot, slot + 1), (k_BLGH, v_BLGH), strict=True):
             buffer.copy_(x)
 
     def own(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         """K,V of one slice, as views ``(k_BLGH, v_BLGH)``."""
-        slot = self._plan.slot(unit.microbatch, unit.slice)
+        slot = self._plan.slot(unit)
         return self._slots(self._kv, slot, slot + 1)
 
     def past(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +88,7 @@ class LayerStore:
 
         The order of the slices inside the views is the plan's, see `SlotPlan.slices_in`.
         """
-        return self._slots(self._kv, *self._plan.past(unit.microbatch, unit.slice))
+        return self._slots(self._kv, *self._plan.past(unit))
 
     def keep(self, unit: Unit, out_BLNH: torch.Tensor, lse_BNL: torch.Tensor) -> None:
         """Keep a slice's attention output and LSE for its recompute."""
@@ -83,11 +103,12 @@ class LayerStore:
 
     def add_past_gradient(self, unit: Unit, dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor) -> None:
         """Add one slice's contribution to the dK,dV of all earlier slices, in fp32 or wider."""
-        low, high = self._plan.past(unit.microbatch, unit.slice)
+        low, high = self._plan.past(unit)
         if self._carry is None:
             # Backward runs from the last slice down: the first past seen is the widest.
             self._carry_low = low
-            self._carry = tuple(x.to(accumulation_dtype(x.dtype)) for x in (dk_BKGH, dv_BKGH))
+            wide = accumulation_dtype(dk_BKGH.dtype)
+            self._carry = dk_BKGH.to(wide), dv_BKGH.to(wide)
             return
         views = self._slots(self._carry, low - self._carry_low, high - self._carry_low)
         for carry, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
@@ -103,8 +124,8 @@ class LayerStore:
         self._kept.pop(unit, None)
         if self._carry is None:
             return dk_BLGH, dv_BLGH
-        slot = self._plan.slot(unit.microbatch, unit.slice)
-        low, high = self._plan.past(unit.microbatch, unit.slice)
+        slot = self._plan.slot(unit)
+        low, high = self._plan.past(unit)
         if self._carry_low <= slot < self._carry_low + self._carry[0].shape[1] // self._slice_len:
             carried = self._slots(self._carry, slot - self._carry_low, slot - self._carry_low + 1)
             dk_BLGH, dv_BLGH = ((carry + x).to(x.dtype) for carry, x in zip(carried, (dk_BLGH, dv_BLGH), strict=True))
@@ -117,7 +138,8 @@ class LayerStore:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert pair is not None, "no K,V was appended to this layer"
         start, length = low * self._slice_len, (high - low) * self._slice_len
-        return tuple(x.narrow(1, start, length) for x in pair)
+        k_BKGH, v_BKGH = pair
+        return k_BKGH.narrow(1, start, length), v_BKGH.narrow(1, start, length)
 
 
 def _num_bytes(pair: tuple[torch.Tensor, torch.Tensor] | None) -> int:

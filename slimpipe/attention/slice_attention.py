@@ -1,10 +1,11 @@
 """Causal attention that a pipeline may run slice by slice: the maths of design 1.3.
 
 Attention of slice i = causal attention on its own K,V, merged by log-sum-exp with full attention on the K,V of slices
-0..i-1. Backward of slice i uses the merged output and LSE for both parts and yields dK,dV for all slices <= i; what belongs
-to earlier slices is added up in fp32 or wider until their own backward takes it.
+0..i-1. Backward of slice i uses the merged output and LSE for both parts and yields dK,dV for all slices <= i; what
+belongs to earlier slices is added up in fp32 or wider until their own backward takes it.
 
-Shapes: B batch, L slice (the whole sequence outside a slimpipe schedule), K past tokens, N query heads, G K,V heads, H head dim.
+Shapes: B batch, L slice (the whole sequence outside a slimpipe schedule), K past tokens, N query heads, G K,V heads, H
+head dim.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from slimpipe.torch_private import hidden_from_dispatch_modes
 class SliceAttention(nn.Module):
     """Causal inner attention, a drop-in for a scaled-dot-product one.
 
-    Inside a slimpipe schedule it works on one slice and reads the past K,V of its sequence, with results equal to those of the
-    unsliced model. Outside it is plain causal attention, exact for packed documents where it is told of them.
+    Inside a slimpipe schedule it works on one slice and reads the past K,V of its sequence, with results equal to those
+    of the unsliced model. Outside it is plain causal attention, exact for packed documents where it is told of them.
 
     Args:
         kernel: Attention kernel, see `SlimPipeOptions.kernel`.
@@ -56,8 +57,8 @@ class SliceAttention(nn.Module):
             q_BLNH: Queries, positions already applied.
             k_BLNH: Keys, with their own number of heads, not repeated. (torchtitan goes by this name.)
             v_BLNH: Values.
-            positions: Outside a schedule, (B, L) positions that restart at 0 at each document: documents do not see each
-                other. Inside a schedule ignored, because the schedule was given them.
+            positions: Outside a schedule, (B, L) positions that restart at 0 at each document: documents do not see
+                each other. Inside a schedule ignored, because the schedule was given them.
             attention_masks: What the schedule passed to the model, untouched. Outside a schedule None, or `Documents`.
             scale: Factor on the scores; None for 1 / sqrt(H).
             enable_gqa: Allow fewer K,V heads than query heads.
@@ -71,7 +72,8 @@ class SliceAttention(nn.Module):
         """
         if q_BLNH.shape[2] != k_BLNH.shape[2] and not enable_gqa:
             raise ValueError(
-                f"{q_BLNH.shape[2]} query heads and {k_BLNH.shape[2]} K,V heads: pass enable_gqa=True to share K,V heads"
+                f"{q_BLNH.shape[2]} query heads and {k_BLNH.shape[2]} K,V heads: pass enable_gqa=True to share "
+                "K,V heads"
             )
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
         kernel = choose_kernel(self.kernel, q_BLNH, k_BLNH, v_BLNH)
@@ -82,8 +84,9 @@ class SliceAttention(nn.Module):
             attention_masks = Documents.from_positions(positions, slice_len=q_BLNH.shape[1])
         if not isinstance(attention_masks, Documents):
             raise TypeError(
-                f"attention_masks is a {type(attention_masks).__name__}: SliceAttention makes its own masks; pass positions that "
-                "restart at 0 at each document, and attention_masks only as a slimpipe schedule hands it to the model"
+                f"attention_masks is a {type(attention_masks).__name__}: SliceAttention makes its own masks; pass "
+                "positions that restart at 0 at each document, and attention_masks only as a slimpipe schedule hands "
+                "it to the model"
             )
         return _PlainAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks.own_mask(0), kernel, scale)
 

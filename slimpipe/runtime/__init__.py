@@ -1,6 +1,6 @@
 """Schedules, and the executor that runs their programs."""
 
-from slimpipe.runtime.executor import PipelineError
 from slimpipe.runtime.schedules import ScheduleInterleavedSlimPipe, ScheduleSlimPipe
+from slimpipe.transport import PipelineError
 
 __all__ = ["PipelineError", "ScheduleInterleavedSlimPipe", "ScheduleSlimPipe"]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from slimpipe.transport import PipelineError
+
 _UNKNOWN = -1
 
 
@@ -31,7 +33,7 @@ class StepShape(NamedTuple):
 _NAMES = {
     "seq_len": "the sequence length",
     "num_tokens": "the number of tokens per microbatch",
-    "has_positions": "whether positions are given (1) or not (0); every pipeline rank must get them, not only the first",
+    "has_positions": "whether positions are given (1) or not (0); every pipeline rank must get them, or none",
     "documents": "the positions (a hash of the document starts is shown)",
     "has_backward": "whether to train (1) or evaluate (0)",
     "num_slices": "num_slices",
@@ -59,6 +61,7 @@ def agree(
 
     Raises:
         ValueError: A rank has an error (its own error on that rank), or the ranks differ; raised on every rank.
+        PipelineError: A rank did not come.
     """
     shapes, errors = [mine], [None if error is None else str(error)]
     if group is not None:
@@ -77,7 +80,13 @@ def agree(
 def _gather(mine: StepShape, group: dist.ProcessGroup, device: torch.device) -> list[StepShape]:
     flat = torch.tensor(mine, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, flat, group=group)
+    try:
+        dist.all_gather(everyone, flat, group=group)
+    except RuntimeError as error:
+        raise PipelineError(
+            f"pipeline rank {dist.get_rank(group)} waited at the start of a step: another rank failed, died or is "
+            f"stuck ({type(error).__name__}: {error})"
+        ) from error
     return [StepShape(*shape.tolist()) for shape in everyone]
 
 

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, L slice. Which dim holds the sequence is the option
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,9 +69,14 @@ class Batch:
 
     @property
     def documents_hash(self) -> int:
-        """A number that differs where two ranks were given different positions, by all likelihood; 0 without positions."""
+        """A number that differs where ranks were given different positions, by all likelihood; 0 without positions."""
         starts = ((row, start) for documents in self.documents for row in documents.starts for start in row)
         return hash(tuple(starts)) & (2**62 - 1) if self.has_positions else 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that the caller gave."""
+        values = [*chain(*self._args), *chain(*(kwargs.values() for kwargs in self._kwargs)), *(self._targets or [])]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def default_positions(self, slice_: int, *, like: torch.Tensor) -> torch.Tensor:
         """Positions of a slice where the caller gave none: one document per row, counted from the sequence's start."""
@@ -104,8 +110,8 @@ class Batch:
         masks = kwargs.get("attention_masks")
         if masks is not None:
             raise ValueError(
-                f"attention_masks = {type(masks).__name__}: a slimpipe schedule makes its own masks and takes none; pass "
-                "`positions` that restart at 0 at each document instead, or attention_masks=None"
+                f"attention_masks = {type(masks).__name__}: a slimpipe schedule makes its own masks and takes none; "
+                "pass `positions` that restart at 0 at each document instead, or attention_masks=None"
             )
         return {name: value for name, value in kwargs.items() if name != "attention_masks" and value is not None}
 
@@ -138,8 +144,8 @@ class Batch:
             self.seq_len, self._shape = size, tuple(value.shape[: dim + 1])
         if tuple(value.shape[: dim + 1]) != self._shape:
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, others begin with {self._shape}; tokens, labels and positions of all "
-                f"microbatches of a step must agree up to dim {dim} (option seq_dim)"
+                f"{name} has shape {tuple(value.shape)}, others begin with {self._shape}; tokens, labels and positions "
+                f"of all microbatches of a step must agree up to dim {dim} (option seq_dim)"
             )
         if size % self._num_slices or not size:
             nearest = max(1, round(size / self._num_slices)) * self._num_slices
@@ -158,8 +164,8 @@ class Batch:
                 if self.seq_len in value.shape:
                     raise ValueError(
                         f"keyword argument {name} has shape {tuple(value.shape)}, which holds the sequence length "
-                        f"{self.seq_len}: name it in SlimPipeOptions.sliced_kwargs = {self._options.sliced_kwargs} to have it "
-                        "cut along seq_dim; attention masks are not taken at all"
+                        f"{self.seq_len}: name it in SlimPipeOptions.sliced_kwargs = {self._options.sliced_kwargs} to "
+                        "have it cut along seq_dim; attention masks are not taken at all"
                     )
 
     def _documents(self) -> list[Documents]:

@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
+from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.options import SlimPipeOptions
-from slimpipe.program import Instruction, Op, Program, SlotPlan, Unit
+from slimpipe.program import Instruction, Op, Program, SlotPlan, Unit, plan_slots
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
-from slimpipe.transport import Channel, Receive, TensorMeta, Transport
-
-
-class PipelineError(RuntimeError):
-    """A message of the pipeline did not arrive or could not be sent: another rank failed, died or hangs."""
+from slimpipe.transport import Channel, PipelineError, Receive, TensorMeta, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,6 @@ class Executor:
         program: The program; its ranks, slices and microbatches must be those of the batches given to `run`.
         rank: Pipeline rank.
         stages: This rank's stages by global index.
-        plans: Slot plan of each stage.
         transport: The rank's channels; None when one rank holds every stage.
         options: Options of the schedule.
         meter: Where saved bytes are counted; None to count nothing.
@@ -85,12 +81,14 @@ class Executor:
         *,
         rank: int,
         stages: dict[int, Stage],
-        plans: dict[int, SlotPlan],
         transport: Transport | None,
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
     ) -> None:
-        self._program, self._rank, self._stages, self._plans = program, rank, stages, plans
+        self._program, self._rank, self._stages = program, rank, stages
+        self._plans = _plan_together(program, stages)
+        self._buffers: dict[int, list[SlotBuffers]] = {}
+        """By number of attention layers, see `_plan_together`."""
         self._transport, self._options, self._meter = transport, options, meter
         self._handlers: dict[Op, Callable[[_Step, Instruction], None]] = {
             Op.RECEIVE_FORWARD: self._receive_forward,
@@ -117,8 +115,12 @@ class Executor:
         """
         step = _Step(batch, self._program.num_microbatches, loss_kwargs=loss_kwargs, keep_outputs=keep_outputs)
         self.record = StepRecord()
+        if self._meter is not None:
+            self._meter.exclude(batch.tensors())
         for index, stage in self._stages.items():
-            stage.begin(self._plans[index], keep_output=self._options.keep_attention_output, meter=self._meter)
+            plan = self._plans[index]
+            buffers = self._buffers.setdefault(len(stage.attention), [SlotBuffers(plan) for _ in stage.attention])
+            stage.begin(plan, buffers, keep_output=self._options.keep_attention_output, meter=self._meter)
         instruction: Instruction | None = None
         try:
             for instruction in self._program.instructions[self._rank]:
@@ -138,7 +140,13 @@ class Executor:
         assert not step.received and not step.made, "messages were left over after the step"
         for stage in self._stages.values():
             stage.end()
+        self._buffers.clear()
         return [loss for loss in step.losses if loss is not None], step.outputs
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the K,V buffers now."""
+        return sum(buffers.num_bytes for layers in self._buffers.values() for buffers in layers)
 
     # Instructions ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +243,7 @@ class Executor:
         record.peak_live_units = max(record.peak_live_units, sum(stage.num_live for stage in stages))
         if self._meter is not None:
             self._meter.read()
-            record.peak_kv_bytes = max(record.peak_kv_bytes, sum(stage.kv_bytes for stage in stages))
+            record.peak_kv_bytes = max(record.peak_kv_bytes, self.kv_bytes)
             record.peak_carry_bytes = max(record.peak_carry_bytes, sum(stage.carry_bytes for stage in stages))
 
     def _measure_messages(self, step: _Step) -> None:
@@ -253,5 +261,15 @@ class Executor:
     def _drop(self) -> None:
         for stage in self._stages.values():
             stage.drop()
+        self._buffers.clear()
         if self._transport is not None:
             self._transport.drop()
+
+
+def _plan_together(program: Program, stages: dict[int, Stage]) -> dict[int, SlotPlan]:
+    """The slot plan of each stage. Stages with equally many attention layers share slots, layer by layer."""
+    by_layers: dict[int, list[int]] = {}
+    for index, stage in stages.items():
+        by_layers.setdefault(len(stage.attention), []).append(index)
+    plans = [(indices, plan_slots(program, indices)) for indices in by_layers.values()]
+    return {index: plan for indices, plan in plans for index in indices}

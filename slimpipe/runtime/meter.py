@@ -1,13 +1,13 @@
 """Bytes that a rank holds for backward, measured on tensors.
 
-Counts the storages that autograd saves (through `torch.autograd.graph.saved_tensors_hooks`, which sees every one of them,
-and under checkpointing only those that are really kept), each once however often it is saved, without parameters and
-buffers of the model. What other parts hold (K,V, dK,dV, message buffers) is added by whoever knows it.
+Counts the storages that autograd saves (through `torch.autograd.graph.saved_tensors_hooks`, which sees every one of
+them, and under checkpointing only those that are really kept), each once however often it is saved, without parameters
+and buffers of the model and without the caller's batch. What other parts hold (K,V) is added by whoever knows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -49,6 +49,7 @@ class MemoryMeter:
         self._modules = modules
         self._others = others
         self._storages: dict[int, _Entry] = {}
+        self._excluded: set[int] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
         """Highest reading of `read` since `reset_peak`."""
@@ -60,6 +61,10 @@ class MemoryMeter:
     def hold(self, tensor: torch.Tensor) -> _Saved:
         """Count a tensor that somebody keeps beside autograd; it counts until the returned object is dropped."""
         return self._pack(tensor)
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these, until the next call: the caller holds them anyhow."""
+        self._excluded = set(map(_key, tensors))
 
     def read(self) -> int:
         """Bytes held now; also moves the peak. To be called outside forwards, when weights are where they stay."""
@@ -85,7 +90,7 @@ class MemoryMeter:
         entry = self._storages.get(key)
         if entry is None:
             storage = tensor.untyped_storage()
-            entry = self._storages[key] = _Entry(storage, storage.nbytes())
+            entry = self._storages[key] = _Entry(storage, 0 if key in self._excluded else storage.nbytes())
             self.live_bytes += entry.num_bytes
         entry.num_holders += 1
         # Detached: an output that holds itself through its own node would never be freed.

@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from slimpipe.options import SlimPipeOptions
-from slimpipe.program import Program, build_program, plan_slots
+from slimpipe.program import Program, build_program
 from slimpipe.runtime.agreement import StepShape, agree
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.executor import Executor, StepRecord
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
+from slimpipe.runtime.refusals import check_loss_fn, refuse_tied_weights
 from slimpipe.runtime.stage import Stage
 from slimpipe.torch_private import group_timeout
 from slimpipe.transport import Transport
@@ -30,6 +29,8 @@ class _SlimPipe:
     _n_microbatches: int
     _has_backward: bool
     _loss_fn: Callable | None
+    _split_inputs: Callable
+    _merge_outputs: Callable
 
     def _set_up(
         self, stages: list[PipelineStage], n_microbatches: int, num_slices: int, options: SlimPipeOptions | None
@@ -41,8 +42,8 @@ class _SlimPipe:
         first = stages[0]
         if first.num_stages != len(stages) * first.group_size:
             raise ValueError(
-                f"rank {first.group_rank} was given {len(stages)} of {first.num_stages} stages; a pipeline of {first.group_size} "
-                f"ranks needs {first.num_stages / first.group_size:g} stages on every rank"
+                f"rank {first.group_rank} was given {len(stages)} of {first.num_stages} stages; a pipeline of "
+                f"{first.group_size} ranks needs {first.num_stages / first.group_size:g} stages on every rank"
             )
         self.options = options
         self.num_slices = num_slices
@@ -59,7 +60,7 @@ class _SlimPipe:
         self._executors: dict[bool, Executor] = {}
         self._transport: Transport | None = None
         self._meter: MemoryMeter | None = None
-        self._last_shape: StepShape | None = None
+        self._last_sizes: tuple[int, int, bool] | None = None
         self._record = StepRecord()
 
     def step(
@@ -79,14 +80,16 @@ class _SlimPipe:
         Args:
             *args: Whole-batch arguments of the first stage; dim 0 is cut into microbatches.
             target: Whole-batch labels, on the rank of the last stage.
-            losses: Filled with one detached loss per microbatch (the sum over its slices) on the rank of the last stage.
+            losses: Filled with one detached loss per microbatch (the sum over its slices) on the rank of the last
+                stage.
             return_outputs: Whether to return the last stage's outputs. They are of logit size and live until the caller
                 drops them: pass False where memory counts.
             loss_kwargs: Further keyword arguments of ``loss_fn``.
             arg_mbs: Instead of ``args``: one tuple per microbatch.
             kwarg_mbs: Instead of ``kwargs``: one dict per microbatch.
             target_mbs: Instead of ``target``: one tensor per microbatch.
-            **kwargs: Whole-batch keyword arguments for every stage. ``positions`` must be given on every rank or on none.
+            **kwargs: Whole-batch keyword arguments for every stage. ``positions`` must be given on every rank or on
+                none.
 
         Returns:
             The merged outputs on the rank of the last stage if ``return_outputs``, else None.
@@ -97,24 +100,31 @@ class _SlimPipe:
             ValueError: The arguments cannot be run in slices; raised on every rank before any activation is sent.
             PipelineError: Another rank failed, died or hangs.
         """
-        if self._has_backward and not torch.is_grad_enabled():
-            raise RuntimeError("step() needs gradients and was called under torch.no_grad(); call eval() instead")
         error, batch = None, None
         try:
+            if self._has_backward and not torch.is_grad_enabled():
+                raise RuntimeError("step() needs gradients and was called under torch.no_grad(); call eval() instead")
             microbatches = self._microbatches(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
             batch = Batch(microbatches, num_slices=self.num_slices, options=self.options)
             self._check_roles(microbatches, losses)
             self._look_at_stages()
-        except (TypeError, ValueError) as raised:
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
         shape = self._agree(batch, error)
         assert batch is not None
         batch.set_seq_len(shape.seq_len)
         executor = self._executor(shape)
-        with torch.set_grad_enabled(self._has_backward):
-            step_losses, outputs = executor.run(
-                batch, loss_kwargs=loss_kwargs, keep_outputs=return_outputs and self._holds_last
-            )
+        try:
+            with torch.set_grad_enabled(self._has_backward):
+                step_losses, outputs = executor.run(
+                    batch, loss_kwargs=loss_kwargs, keep_outputs=return_outputs and self._holds_last
+                )
+        except BaseException:
+            # Messages of this step may still be on their way; the next step gets channels that know nothing of it. The
+            # old groups stay: destroying one can wait for a peer that hangs.
+            self._transport = None
+            self._executors.clear()
+            raise
         if self._has_backward:
             self._record = executor.record
         if losses is not None and self._holds_last:
@@ -135,8 +145,8 @@ class _SlimPipe:
         """What the last step measured on this rank.
 
         Returns:
-            ``num_slices``; ``peak_live_units``; and where ``SlimPipeOptions.measure_memory`` is on ``peak_live_bytes`` (held
-            for backward: saved by autograd, K,V, inputs), ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting) and
+            ``num_slices``; ``peak_live_units``; and where ``SlimPipeOptions.measure_memory`` is on ``peak_live_bytes``
+            (held for backward: saved by autograd, K,V, inputs), ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting) and
             ``message_bytes`` at their peaks.
         """
         record = self._record
@@ -177,6 +187,12 @@ class _SlimPipe:
     def _microbatches(self, args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs) -> Microbatches:
         count = self._n_microbatches
         if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            if self.options.seq_dim == 0 and count > 1:
+                raise ValueError(
+                    f"SlimPipeOptions.seq_dim = 0 and n_microbatches = {count}: dim 0 of a whole batch would have to "
+                    "be cut into both slices and microbatches; pass arg_mbs, kwarg_mbs and target_mbs, or "
+                    "n_microbatches = 1"
+                )
             return split_batch(count, args, kwargs, target, split=self._split_inputs)
         whole = {"args": args, "kwargs": kwargs, "target": target}
         return check_pre_split(count, whole, arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
@@ -219,7 +235,7 @@ class _SlimPipe:
         if self.options.measure_memory:
             self._meter = MemoryMeter(
                 [stage.submod for stage in stages.values()],
-                others=lambda: sum(stage.kv_bytes for stage in stages.values()),
+                others=lambda: sum(executor.kv_bytes for executor in self._executors.values()),
             )
         self._stages_by_index = stages
 
@@ -229,9 +245,10 @@ class _SlimPipe:
         if self._transport is None and group is not None:
             wraps, timeout = len(self._torch_stages) > 1, group_timeout(group, first.device)
             self._transport = Transport(group, wraps=wraps, device=first.device, timeout=timeout)
-        if self._transport is not None and shape != self._last_shape:
+        sizes = shape.seq_len, shape.num_tokens, self._has_backward
+        if self._transport is not None and sizes != self._last_sizes:
             self._transport.forget_shapes()
-        self._last_shape = shape
+        self._last_sizes = sizes
         if self._meter is not None and self._has_backward:
             self._meter.reset_peak()
         if self._has_backward not in self._executors:
@@ -240,7 +257,6 @@ class _SlimPipe:
                 program,
                 rank=first.group_rank,
                 stages=self._stages_by_index,
-                plans={index: plan_slots(program, index) for index in self._stages_by_index},
                 transport=self._transport,
                 options=self.options,
                 meter=self._meter,
@@ -259,40 +275,6 @@ class _SlimPipe:
         )
 
 
-def check_loss_fn(loss_fn: Callable | None, *, scale_grads: bool) -> None:
-    """Refuse loss functions that average: a mean of slice means is not the mean, and NaN where a slice is all ignored.
-
-    Raises:
-        ValueError: ``loss_fn`` averages, or ``scale_grads`` is on.
-    """
-    if scale_grads:
-        raise ValueError(
-            "scale_grads = True: a slimpipe schedule never rescales gradients, since that would also rescale what earlier steps "
-            "accumulated; nearest legal value: False, with a loss_fn that divides by the step's number of tokens or samples"
-        )
-    if loss_fn is F.cross_entropy or getattr(loss_fn, "reduction", None) == "mean":
-        raise ValueError(
-            f"loss_fn = {loss_fn!r} averages over the tokens it sees, but is called once per slice; use reduction='sum' and "
-            "divide by the step's number of tokens"
-        )
-
-
-def refuse_tied_weights(submods: dict[int, nn.Module]) -> None:
-    """Refuse parameters shared by two stages of a rank.
-
-    Raises:
-        ValueError: Two stages hold the same parameter; names both.
-    """
-    seen: dict[int, str] = {}
-    for index, submod in submods.items():
-        for name, parameter in submod.named_parameters():
-            where = f"{name} of stage {index}"
-            if seen.setdefault(id(parameter), where) != where:
-                raise ValueError(
-                    f"{where} is tied to {seen[id(parameter)]}: weights tied across stages are not supported"
-                )
-
-
 class ScheduleSlimPipe(_SlimPipe, PipelineScheduleSingle):
     """SlimPipe with one stage per rank: 1F1B over slices of sequences (design 1.2).
 
@@ -302,8 +284,8 @@ class ScheduleSlimPipe(_SlimPipe, PipelineScheduleSingle):
     Args:
         stage: This rank's stage; its module takes ``positions`` and ``attention_masks`` and uses `SliceAttention`.
         n_microbatches: Microbatches per step, any number from 1.
-        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar, called per slice: a sum over tokens, or that sum divided
-            by the step's token count. None for forward only.
+        loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar, called per slice: a sum over tokens, or that sum
+            divided by the step's token count. None for forward only.
         num_slices: Slices per microbatch, at least the number of pipeline ranks; the sequence length must divide by it.
         options: See `SlimPipeOptions`.
         args_chunk_spec: As torch's schedules.
@@ -386,7 +368,7 @@ class ScheduleInterleavedSlimPipe(_SlimPipe, PipelineScheduleMulti):
         self._set_up(stages, n_microbatches, num_slices, options)
         PipelineScheduleMulti.__init__(
             self,
-            stages,
+            [*stages],
             n_microbatches,
             loss_fn,
             args_chunk_spec,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from slimpipe.attention.context import Phase, SliceContext, StageStore
+from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.attention.slice_attention import SliceAttention
 from slimpipe.program import SlotPlan, Unit
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.refusals import check_module
 
 
 @dataclass(slots=True)
@@ -61,9 +61,19 @@ class Stage:
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, plan: SlotPlan, *, keep_output: bool, meter: MemoryMeter | None) -> None:
-        """Start a step: an empty store, gradients kept local until `sync_gradients`."""
-        self._store = StageStore(plan, self.attention, hold=None if meter is None else meter.hold)
+    def begin(
+        self, plan: SlotPlan, buffers: list[SlotBuffers], *, keep_output: bool, meter: MemoryMeter | None
+    ) -> None:
+        """Start a step: an empty store, gradients kept local until `sync_gradients`.
+
+        Args:
+            plan: Where this stage's slices sit in ``buffers``.
+            buffers: K,V buffers by attention layer.
+            keep_output: See `SlimPipeOptions.keep_attention_output`.
+            meter: Where saved bytes are counted, if they are.
+        """
+        layers: dict[nn.Module, SlotBuffers] = dict(zip(self.attention, buffers, strict=True))
+        self._store = StageStore(plan, layers, hold=None if meter is None else meter.hold)
         self._meter = meter
         self._keep_output = keep_output
         self._set_gradient_sync(False)
@@ -140,11 +150,6 @@ class Stage:
         return len(self._live)
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of this stage's K,V buffers."""
-        return 0 if self._store is None else self._store.kv_bytes
-
-    @property
     def carry_bytes(self) -> int:
         """Bytes of this stage's dK,dV in waiting."""
         return 0 if self._store is None else self._store.carry_bytes
@@ -167,15 +172,16 @@ class Stage:
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
-                f"loss_fn returned {shape}; a slimpipe schedule calls it once per slice and adds the results, so it must "
-                "return a scalar: the sum over tokens, or that sum divided by the step's number of tokens"
+                f"loss_fn returned {shape}; a slimpipe schedule calls it once per slice and adds the results, so it "
+                "must return a scalar: the sum over tokens, or that sum divided by the step's number of tokens"
             )
         return loss
 
     def _check_output(self, output: Any) -> None:
         if not isinstance(output, torch.Tensor):
             raise TypeError(
-                f"stage {self.index} returned a {type(output).__name__}; stages of a slimpipe schedule return one tensor"
+                f"stage {self.index} returned a {type(output).__name__}; stages of a slimpipe schedule return one "
+                "tensor"
             )
 
     def _set_gradient_sync(self, last: bool) -> None:
@@ -183,43 +189,3 @@ class Stage:
             module.set_is_last_backward(last)
             module.set_reshard_after_backward(last, recurse=False)
             module.set_requires_gradient_sync(last, recurse=False)
-
-
-def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[str]:
-    """Refuse modules that would give silently wrong results slice by slice.
-
-    Returns:
-        Which of ``positions`` and ``attention_masks`` the module's forward takes.
-
-    Raises:
-        ValueError: Active dropout, attention that knows nothing of slices, DistributedDataParallel, or a forward that takes
-            no ``positions`` or ``attention_masks`` although the stage holds `SliceAttention`.
-    """
-    where = f"stage {index}"
-    if isinstance(submod, DistributedDataParallel):
-        raise ValueError(
-            f"{where} is wrapped in DistributedDataParallel, which reduces gradients at every backward; use fully_shard (FSDP2) "
-            "or torch.distributed._composable.replicate over the data-parallel axis"
-        )
-    for name, module in submod.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(
-                f"{where}: {name} is {type(module).__name__}(p={module.p}); dropout is not supported, because slices would draw "
-                "other numbers than the whole sequence; nearest legal value: p=0"
-            )
-        if isinstance(module, nn.MultiheadAttention):
-            raise ValueError(
-                f"{where}: {name} is a torch.nn.MultiheadAttention, which would see one slice only; use "
-                "slimpipe.SliceAttention as the inner attention"
-            )
-    parameters = inspect.signature(submod.forward).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    takes = {name for name in ("positions", "attention_masks") if anything or name in parameters}
-    if has_attention and len(takes) < 2:
-        missing = sorted({"positions", "attention_masks"} - takes)
-        raise ValueError(
-            f"{where}: {type(submod).__name__}.forward takes no {' and no '.join(missing)}; a stage with SliceAttention must take "
-            "both as keyword arguments and pass attention_masks untouched to its SliceAttention layers (positions: where "
-            "each token of the slice stands in its document)"
-        )
-    return takes if has_attention or not anything else set()

@@ -1,0 +1,85 @@
+"""Modules and loss functions that would give silently wrong results slice by slice, refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[str]:
+    """Refuse modules that would give silently wrong results slice by slice.
+
+    Returns:
+        Which of ``positions`` and ``attention_masks`` the module's forward takes.
+
+    Raises:
+        ValueError: Active dropout, attention that knows nothing of slices, DistributedDataParallel, or a forward that
+            takes no ``positions`` or ``attention_masks`` although the stage holds `SliceAttention`.
+    """
+    where = f"stage {index}"
+    if isinstance(submod, DistributedDataParallel):
+        raise ValueError(
+            f"{where} is wrapped in DistributedDataParallel, which reduces gradients at every backward; use "
+            "fully_shard (FSDP2) or torch.distributed._composable.replicate over the data-parallel axis"
+        )
+    for name, module in submod.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{where}: {name} is {type(module).__name__}(p={module.p}); dropout is not supported, because slices "
+                "would draw other numbers than the whole sequence; nearest legal value: p=0"
+            )
+        if isinstance(module, nn.MultiheadAttention):
+            raise ValueError(
+                f"{where}: {name} is a torch.nn.MultiheadAttention, which would see one slice only; use "
+                "slimpipe.SliceAttention as the inner attention"
+            )
+    parameters = inspect.signature(submod.forward).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes = {name for name in ("positions", "attention_masks") if anything or name in parameters}
+    if has_attention and len(takes) < 2:
+        missing = sorted({"positions", "attention_masks"} - takes)
+        raise ValueError(
+            f"{where}: {type(submod).__name__}.forward takes no {' and no '.join(missing)}; a stage with "
+            "SliceAttention must take both as keyword arguments and pass attention_masks untouched to its "
+            "SliceAttention layers (positions: where each token of the slice stands in its document)"
+        )
+    return takes if has_attention or not anything else set()
+
+
+def check_loss_fn(loss_fn: Callable | None, *, scale_grads: bool) -> None:
+    """Refuse loss functions that average: a mean of slice means is not the mean, and NaN where a slice is all ignored.
+
+    Raises:
+        ValueError: ``loss_fn`` averages, or ``scale_grads`` is on.
+    """
+    if scale_grads:
+        raise ValueError(
+            "scale_grads = True: a slimpipe schedule never rescales gradients, since that would also rescale what "
+            "earlier steps accumulated; nearest legal value: False, with a loss_fn that divides by the step's number "
+            "of tokens or samples"
+        )
+    if loss_fn is F.cross_entropy or getattr(loss_fn, "reduction", None) == "mean":
+        raise ValueError(
+            f"loss_fn = {loss_fn!r} averages over the tokens it sees, but is called once per slice; use "
+            "reduction='sum' and divide by the step's number of tokens"
+        )
+
+
+def refuse_tied_weights(submods: dict[int, nn.Module]) -> None:
+    """Refuse parameters shared by two stages of a rank.
+
+    Raises:
+        ValueError: Two stages hold the same parameter; names both.
+    """
+    seen: dict[int, str] = {}
+    for index, submod in submods.items():
+        for name, parameter in submod.named_parameters():
+            where = f"{name} of stage {index}"
+            if seen.setdefault(id(parameter), where) != where:
+                raise ValueError(
+                    f"{where} is tied to {seen[id(parameter)]}: weights tied across stages are not supported"
+                )

@@ -1,0 +1,203 @@
+"""One rank's part of a pipeline schedule, torch's or ours, instrumented for `bench_schedules.py`."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_decoder import Decoder, DecoderSize
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
+from slimpipe.runtime.meter import MemoryMeter
+
+TORCH_SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+SCHEDULES = (*TORCH_SINGLE, "Interleaved1F1B", "SlimPipe", "InterleavedSlimPipe")
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(DecoderSize):
+    """What is benchmarked."""
+
+    num_ranks: int = 2
+    seq_len: int = 4096
+    num_microbatches: int = 2
+    num_stages_per_rank: int = 2
+    num_slices: tuple[int, ...] = (8,)
+    num_threads: int = 1
+    dtype: str = "float32"
+    schedules: tuple[str, ...] = SCHEDULES
+    rounds: int = 5
+
+
+class ComputeClock:
+    """Time this rank spends in stage modules, loss and backward."""
+
+    def __init__(self) -> None:
+        self.after_call: Callable[[], object] = lambda: None
+        self.reset()
+
+    def reset(self) -> None:
+        self.wall_seconds = self.cpu_seconds = 0.0
+
+    def timed(self, fn: Callable) -> Callable:
+        """``fn``, its calls counted."""
+
+        @wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self.cpu_seconds += time.thread_time() - cpu
+                self.wall_seconds += time.perf_counter() - wall
+                self.after_call()
+
+        return call
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step."""
+
+    step: float
+    """Of the slowest rank."""
+    compute: float
+    """Wall-clock time of compute, all ranks."""
+    compute_cpu: float
+    """CPU time of compute, all ranks."""
+
+
+class Bench:
+    """This rank's part of one schedule, ready to step.
+
+    Args:
+        name: One of `SCHEDULES`.
+        setting: Model and shapes.
+        num_slices: Slices per microbatch of our schedules.
+        measure_memory: Whether `peak_live_bytes` is wanted.
+    """
+
+    def __init__(self, name: str, setting: Setting, *, num_slices: int, measure_memory: bool = False) -> None:
+        self.name, self.is_ours = name, name.endswith("SlimPipe")
+        self.title = f"{name} n={num_slices}" if self.is_ours else name
+        self.clock = ComputeClock()
+        rank, count = dist.get_rank(), setting.num_microbatches
+        v = setting.num_stages_per_rank if name.startswith("Interleaved") else 1
+        num_stages = v * setting.num_ranks
+        self.num_calls = 2 * v * count * (num_slices if self.is_ours else 1)
+        self.parts = []
+        for index in range(rank, num_stages, setting.num_ranks):
+            torch.manual_seed(0)
+            part = Decoder(setting).keep(index, num_stages).to(DTYPES[setting.dtype])
+            part.forward = self.clock.timed(part.forward)
+            self.parts.append(part)
+        stages: list[Any] = [
+            PipelineStage(part, rank + j * setting.num_ranks, num_stages, torch.device("cpu"))
+            for j, part in enumerate(self.parts)
+        ]
+        num_tokens = count * setting.seq_len
+        loss_fn = self.clock.timed(lambda output, target: cross_entropy_sum(output, target) / num_tokens)
+        self.schedule: Any
+        if self.is_ours:
+            ours: dict[str, Any] = {"num_slices": num_slices, "options": SlimPipeOptions(measure_memory=measure_memory)}
+            if name == "SlimPipe":
+                self.schedule = ScheduleSlimPipe(stages[0], count, loss_fn, **ours)
+            else:
+                self.schedule = ScheduleInterleavedSlimPipe(stages, count, loss_fn, **ours)
+        elif name in TORCH_SINGLE:
+            self.schedule = TORCH_SINGLE[name](stages[0], count, loss_fn, scale_grads=False)
+        else:
+            self.schedule = ScheduleInterleaved1F1B(stages, count, loss_fn, scale_grads=False)
+        generator = torch.Generator().manual_seed(0)
+        shape = (count, setting.seq_len)
+        tokens, labels = (torch.randint(setting.vocab, shape, generator=generator) for _ in range(2))
+        self._args = (tokens,) if rank == 0 else ()
+        self._kwargs = {"positions": torch.arange(setting.seq_len).expand(shape)}
+        self._target = labels if rank == setting.num_ranks - 1 else None
+
+    def step(self) -> float:
+        """Run one step from zero gradients; returns the sum of this rank's losses."""
+        for part in self.parts:
+            part.zero_grad()
+        self.clock.reset()
+        losses: list[Tensor] = []
+        with backward_replaced(self.clock.timed(torch.autograd.backward)):
+            self.schedule.step(*self._args, target=self._target, losses=losses, return_outputs=False, **self._kwargs)
+        return sum(loss.item() for loss in losses)
+
+    def loss_and_grad_norm(self) -> tuple[float, float]:
+        """Of one step of the whole pipeline."""
+        loss = self.step()
+        grads = [parameter.grad for part in self.parts for parameter in part.parameters()]
+        squares = sum(grad.double().square().sum().item() for grad in grads if grad is not None)
+        loss, squares = over_ranks(dist.ReduceOp.SUM, loss, squares)
+        return loss, squares**0.5
+
+    def timed_step(self) -> StepTime:
+        """Time one step."""
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        seconds = time.perf_counter() - start
+        (slowest,) = over_ranks(dist.ReduceOp.MAX, seconds)
+        return StepTime(slowest, *over_ranks(dist.ReduceOp.SUM, self.clock.wall_seconds, self.clock.cpu_seconds))
+
+    def peak_live_bytes(self) -> list[int]:
+        """Of each rank, in one step, which must not be the first: in that torch's schedules infer shapes."""
+        meter = MemoryMeter(list(self.parts))
+        meter.exclude([*self._args, *self._kwargs.values()])
+        self.clock.after_call = meter.read
+        with nullcontext() if self.is_ours else meter.saving():
+            self.step()
+        mine = self.schedule.metrics()["peak_live_bytes"] if self.is_ours else meter.peak_bytes
+        return gathered(mine)
+
+    def host_seconds_per_call(self) -> float:
+        """Host time per forward or backward call in one step, mean over ranks."""
+        dist.barrier()
+        start = time.thread_time()
+        self.step()
+        host_seconds = time.thread_time() - start - self.clock.cpu_seconds
+        (total,) = over_ranks(dist.ReduceOp.SUM, host_seconds / self.num_calls)
+        return total / dist.get_world_size()
+
+    def close(self) -> None:
+        """End the schedule's process groups."""
+        if self.is_ours:
+            self.schedule.close()
+
+
+def cross_entropy_sum(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+@contextmanager
+def backward_replaced(fn: Callable) -> Iterator[None]:
+    before, torch.autograd.backward = torch.autograd.backward, fn
+    try:
+        yield
+    finally:
+        torch.autograd.backward = before
+
+
+def over_ranks(op: Any, *values: float) -> list[float]:
+    reduced = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(reduced, op)
+    return reduced.tolist()
+
+
+def gathered(value: int) -> list[int]:
+    values = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, torch.tensor([value]))
+    return [int(x) for x in values]
