@@ -61,8 +61,8 @@ class SlimPipeOptions:
             wanted = type(field.default)
             if type(value) is not wanted:
                 raise TypeError(
-                    f"SlimPipeOptions.{field.name} got {value!r} of type {type(value).__name__}; it must be a {wanted.__name__}, "
-                    f"for example {field.default!r}"
+                    f"SlimPipeOptions.{field.name} got {value!r} of type {type(value).__name__}; it must be a "
+                    f"{wanted.__name__}, for example {field.default!r}"
                 )
         if self.seq_dim < 0:
             raise ValueError(

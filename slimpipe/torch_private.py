@@ -22,8 +22,8 @@ def make_action(stage: int, kind: str, microbatch: int) -> Action:
 def hidden_from_dispatch_modes() -> AbstractContextManager[None]:
     """Context in which no TorchDispatchMode sees an operator.
 
-    Selective activation checkpointing counts operators in the forward and expects the very same ones in the recompute. A
-    slice's attention reads its kept output instead of running again, so its operators must not be counted.
+    Selective activation checkpointing counts operators in the forward and expects the very same ones in the recompute.
+    A slice's attention reads its kept output instead of running again, so its operators must not be counted.
     """
     return _disable_current_modes()
 

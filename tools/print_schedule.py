@@ -2,8 +2,8 @@
 
     python tools/print_schedule.py --ranks 2 --slices 4 --microbatches 2 [--stages-per-rank 1]
 
-``a0`` is the forward of slice 0 of the first microbatch, ``a0'`` its backward; ``b`` is the second microbatch. With several
-stages per rank the local stage follows: ``a0.1``. Forward and backward are drawn equally long.
+``a0`` is the forward of slice 0 of the first microbatch, ``a0'`` its backward; ``b`` is the second microbatch. With
+several stages per rank the local stage follows: ``a0.1``. Forward and backward are drawn equally long.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def rows(num_ranks: int, num_slices: int, num_stages_per_rank: int, num_microbat
                 continue
             stage, kind, flat = entry
             microbatch, slice_index = divmod(flat, num_slices)
+            name = f"{string.ascii_lowercase[microbatch % 26]}{slice_index}"
             local = f".{stage // num_ranks}" if num_stages_per_rank > 1 else ""
-            cells.append(f"{string.ascii_lowercase[microbatch % 26]}{slice_index}{local}{chr(39) if kind == 'B' else ''}")
+            cells.append(name + local + ("'" if kind == "B" else ""))
         lines.append((f"rank {rank}", cells))
     width = max(len(cell) for _, cells in lines for cell in cells) + 1
     return [f"{name}  " + "".join(cell.ljust(width) for cell in cells).rstrip() for name, cells in lines]

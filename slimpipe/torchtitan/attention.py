@@ -27,11 +27,11 @@ class TitanSliceAttention(SliceAttention, Module):
 
 
 def with_documents(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Wrap a `ModelSpec.parallelize_fn` so that packed documents stay apart under torch's schedules and without pipeline.
+    """Wrap a `ModelSpec.parallelize_fn` so that documents stay apart under torch's schedules and without a pipeline.
 
-    Inner attentions are not given positions. A pre-hook on each model part turns the positions that the part is given into
-    `Documents` and hands them down as ``attention_masks``. Under a slimpipe schedule that argument is taken already, and the
-    hook does nothing.
+    Inner attentions are not given positions. A pre-hook on each model part turns the positions that the part is given
+    into `Documents` and hands them down as ``attention_masks``. Under a slimpipe schedule that argument is taken
+    already, and the hook does nothing.
     """
 
     @functools.wraps(parallelize_fn)

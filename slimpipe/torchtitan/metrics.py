@@ -78,8 +78,8 @@ class SlimPipeMetrics(MetricsProcessor):
         Args:
             source: What has ``metrics()``; None without a pipeline or where nothing is measured.
             group: The pipeline's process group; None without a pipeline.
-            dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures and, where the loss
-                is known, losses and gradient norms of all steps that logged.
+            dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures and, where the
+                loss is known, losses and gradient norms of all steps that logged.
         """
         self._source, self._group = source, group
         self._file = Path(dump_folder) / "slimpipe" / f"rank{dist.get_rank()}.json"
