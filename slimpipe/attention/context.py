@@ -70,7 +70,7 @@ class SliceContext:
         self.keep_output = keep_output
         self.own_mask = documents.own_mask(unit.slice)
         self.past_mask: Mask | None = None
-        if unit.slice:
+        if unit.slice and documents.starts:
             low, high = store.plan.past(unit)
             self.past_mask = documents.past_mask(unit.slice, store.plan.slices_in(unit, low, high))
         self.sees_past = unit.slice > 0 and not (self.past_mask is not None and self.past_mask.sees_nothing)

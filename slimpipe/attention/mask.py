@@ -83,7 +83,7 @@ class Documents:
     """Where documents start in each batch row of a microbatch: read once per step, used by every slice and layer."""
 
     starts: tuple[tuple[int, ...], ...]
-    """Ascending token indices, per batch row; each row begins with 0. Empty: one document, whatever the batch size."""
+    """Ascending token indices, per batch row; each row begins with 0. Empty where no row holds a second document."""
 
     slice_len: int
     """Tokens per slice."""
@@ -124,6 +124,8 @@ class Documents:
         starts: list[list[int]] = [[] for _ in range(len(positions_BS))]
         for row, index in is_start_BS.nonzero().tolist():
             starts[row].append(index)
+        if all(len(row) == 1 for row in starts):
+            return cls((), slice_len)
         return cls(tuple(map(tuple, starts)), slice_len)
 
     def own_mask(self, slice_index: int) -> Mask | None:
