@@ -15,7 +15,7 @@ STAMP = $(VENV)/.stamp-$(shell echo '$(CURDIR)' | cksum | cut -d ' ' -f 1)
 
 demo: $(STAMP)-run
 	$(BIN)/python tools/make_demo_data.py
-	exec $(BIN)/slimpipe train torchtitan_configs/llama3_debug_cpu.toml
+	WANDB_MODE=$${WANDB_MODE:-offline} exec $(BIN)/slimpipe train torchtitan_configs/llama3_debug_cpu.toml
 
 test: $(STAMP)-dev
 	$(BIN)/python -m pytest -q

@@ -94,12 +94,12 @@ def _launch(argv: list[str], config: Any, num_ranks: int) -> int:
             log_dir=dump_folder / "slimpipe" / "logs",
             env={
                 "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
-                "WANDB_MODE": "offline",
                 "LOG_RANK": str(shown_rank),  # torchtitan warns if it thinks that the loss is not seen
             },
         )
-    finally:
+    except BaseException:
         _remove_unfinished_checkpoints(dump_folder / config.checkpoint.folder, since=started)
+        raise
     print(summarise(dump_folder, since=started), flush=True)
     return _OK
 
@@ -140,9 +140,10 @@ def _product_of_degrees(parallelism: Any) -> int:
 
 
 def _remove_unfinished_checkpoints(folder: Path, *, since: float) -> None:
-    """Remove checkpoints that this run began and did not finish: torch writes `.metadata` last."""
+    """Remove checkpoints that this run began and did not finish: torch writes one of these two files last."""
     for step in folder.glob("step-*"):
-        if step.stat().st_mtime >= since and not (step / ".metadata").exists():
+        finished = any((step / name).exists() for name in (".metadata", "model.safetensors.index.json"))
+        if step.stat().st_mtime >= since and not finished:
             shutil.rmtree(step, ignore_errors=True)
             print(f"slimpipe: removed unfinished checkpoint {step}", file=sys.stderr)
 

@@ -36,8 +36,9 @@ class SlimPipeOptions:
     """Dimension of tokens, labels, positions and hidden states that holds the sequence and is cut into slices."""
 
     kernel: str = "auto"
-    """Attention kernel: "auto", "reference", "torch_cpu_flash", "torch_cuda_flash" or "flash_attn". "auto" takes the
-    fastest one that serves the device, dtype and head sizes at hand."""
+    """Attention kernel of every SliceAttention that does not choose one itself: "auto", "reference",
+    "torch_cpu_flash", "torch_cuda_flash" or "flash_attn". "auto" takes the fastest one that serves the device, dtype
+    and head sizes at hand."""
 
     sliced_kwargs: tuple[str, ...] = ("positions",)
     """Names of keyword arguments of the model that are cut along seq_dim together with the tokens. Every other keyword

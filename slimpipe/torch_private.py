@@ -7,6 +7,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _ComputationType
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,3 +36,13 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
     """Timeout of a process group, so that groups made beside it fail as early as it does; None where it tells none."""
     backend = group._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change a process group's timeout."""
+    _set_pg_timeout(timeout, group)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether composable `replicate`, which is DistributedDataParallel, was applied to this very module."""
+    return "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)

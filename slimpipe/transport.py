@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slimpipe.program.ir import MAX_UNMATCHED_SENDS
+from slimpipe.torch_private import set_group_timeout
 
 _HEADER_LEN = 10
 _Send = list[tuple[dist.Work, torch.Tensor]]
@@ -95,6 +96,14 @@ class Transport:
                     channel = Channel(*ends, direction)
                     self._groups[channel] = made
                     self._sends[channel], self._waiting[channel] = deque(), deque()
+        self._connect(dist.get_rank(group))
+        self.timeout = timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of every channel."""
+        self.timeout = timeout
+        for group in self._process_groups:
+            set_group_timeout(group, timeout)
 
     def forget_shapes(self) -> None:
         """Announce shapes anew; to be called on every rank when the batch's shape changes."""
@@ -190,6 +199,19 @@ class Transport:
     def send_bytes(self) -> int:
         """Bytes held for sends under way."""
         return sum(tensor.nbytes for sends in self._sends.values() for send in sends for _, tensor in send)
+
+    def _connect(self, rank: int) -> None:
+        """Pass one message over each channel, in one order for all ranks.
+
+        NCCL connects two ranks at their first message and blocks both hosts meanwhile; in the middle of a program,
+        where receives are posted ahead, that could deadlock.
+        """
+        probe = torch.zeros(1, device=self._device)
+        for channel in self._groups:
+            if rank == channel.source:
+                self._isend(channel, probe).wait()
+            elif rank == channel.destination:
+                self._irecv(channel, probe).wait()
 
     def _known(self, channel: Channel, stream: int) -> bool:
         return (channel, stream) in self._metas

@@ -62,12 +62,16 @@ class SliceContext:
         store: The stage's store.
         documents: Where the microbatch's documents start.
         keep_output: Whether layers keep output and LSE for a recompute.
+        kernel: Attention kernel of layers that do not choose one themselves.
     """
 
-    def __init__(self, unit: Unit, store: StageStore, documents: Documents, *, keep_output: bool) -> None:
+    def __init__(
+        self, unit: Unit, store: StageStore, documents: Documents, *, keep_output: bool, kernel: str = "auto"
+    ) -> None:
         self.unit = unit
         self.phase = Phase.FORWARD
         self.keep_output = keep_output
+        self.kernel = kernel
         self.own_mask = documents.own_mask(unit.slice)
         self.past_mask: Mask | None = None
         if unit.slice and documents.starts:
@@ -77,6 +81,11 @@ class SliceContext:
         """Whether any query of the unit sees any past key."""
         self._store = store
         self._called: set[nn.Module] = set()
+
+    @property
+    def num_called(self) -> int:
+        """Attention modules that were called for this unit."""
+        return len(self._called)
 
     def layer(self, module: nn.Module) -> LayerStore:
         """The store of one attention module, to be asked for once per forward.

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slimpipe.attention.kernels.merge import wide_dtype
+
 if TYPE_CHECKING:
     from slimpipe.program import SlotPlan, Unit
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or wider where the tensors themselves are wider: what sums over slices are kept in (design 4.7)."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class SlotBuffers:
@@ -107,7 +104,7 @@ class LayerStore:
         if self._carry is None:
             # Backward runs from the last slice down: the first past seen is the widest.
             self._carry_low = low
-            wide = accumulation_dtype(dk_BKGH.dtype)
+            wide = wide_dtype(dk_BKGH.dtype)
             self._carry = dk_BKGH.to(wide), dv_BKGH.to(wide)
             return
         views = self._slots(self._carry, low - self._carry_low, high - self._carry_low)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from slimpipe.attention.context import Phase, SliceContext
 from slimpipe.attention.kernels import AttentionKernel, choose_kernel, merge
-from slimpipe.attention.kv_store import LayerStore, accumulation_dtype
+from slimpipe.attention.kernels.merge import wide_dtype
+from slimpipe.attention.kv_store import LayerStore
 from slimpipe.attention.mask import Documents, Mask
 from slimpipe.options import check_kernel_name
 from slimpipe.torch_private import hidden_from_dispatch_modes
@@ -30,7 +31,7 @@ class SliceAttention(nn.Module):
     of the unsliced model. Outside it is plain causal attention, exact for packed documents where it is told of them.
 
     Args:
-        kernel: Attention kernel, see `SlimPipeOptions.kernel`.
+        kernel: Attention kernel, see `SlimPipeOptions.kernel`; "auto" leaves the choice to the schedule's options.
 
     Raises:
         ValueError: No such kernel.
@@ -76,7 +77,10 @@ class SliceAttention(nn.Module):
                 "K,V heads"
             )
         scale = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        kernel = choose_kernel(self.kernel, q_BLNH, k_BLNH, v_BLNH)
+        name = self.kernel
+        if name == "auto" and isinstance(attention_masks, SliceContext):
+            name = attention_masks.kernel
+        kernel = choose_kernel(name, q_BLNH, k_BLNH, v_BLNH)
         if isinstance(attention_masks, SliceContext):
             layer = attention_masks.layer(self)
             return _SliceAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, layer, kernel, scale)
@@ -135,7 +139,7 @@ class _SliceAttention(torch.autograd.Function):
             if context.phase is Phase.FORWARD:
                 layer.append(unit, k, v)
                 out, lse = _attend(q, context, layer, kernel, scale)
-                if context.keep_output:
+                if context.keep_output and any(ctx.needs_input_grad):
                     layer.keep(unit, out, lse)
             else:
                 out, lse = layer.kept(unit) or _attend(q, context, layer, kernel, scale)
@@ -156,7 +160,7 @@ class _SliceAttention(torch.autograd.Function):
             dq_past, dk_past, dv_past = kernel.backward(
                 dout, q, *layer.past(unit), out, lse, causal=False, mask=context.past_mask, scale=scale
             )
-            dq = dq.to(accumulation_dtype(dq.dtype)).add_(dq_past)
+            dq = dq.to(wide_dtype(dq.dtype)).add_(dq_past)
             layer.add_past_gradient(unit, dk_past, dv_past)
         dk, dv = layer.take_gradient(unit, dk, dv)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None

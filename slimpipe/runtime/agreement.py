@@ -28,6 +28,8 @@ class StepShape(NamedTuple):
     num_stages_per_rank: int
     num_microbatches: int
     seq_dim: int
+    num_failures: int
+    """Steps that failed so far."""
 
 
 _NAMES = {
@@ -40,6 +42,7 @@ _NAMES = {
     "num_stages_per_rank": "the number of stages per rank",
     "num_microbatches": "n_microbatches",
     "seq_dim": "SlimPipeOptions.seq_dim",
+    "num_failures": "the number of steps that failed: a schedule can go on only after a step that failed on all ranks",
 }
 
 

@@ -37,7 +37,7 @@ class Batch:
         self._args = microbatches.args
         self._targets = microbatches.targets
         self._num_slices = num_slices
-        self._seq_dim = options.seq_dim
+        self.seq_dim = options.seq_dim
         self._options = options
         self._kwargs = [self._checked_kwargs(kwargs) for kwargs in microbatches.kwargs]
         self.seq_len: int | None = None
@@ -82,7 +82,7 @@ class Batch:
         """Positions of a slice where the caller gave none: one document per row, counted from the sequence's start."""
         start = slice_ * self.slice_len
         positions = torch.arange(start, start + self.slice_len, device=like.device)
-        return positions.expand(*like.shape[: self._seq_dim], self.slice_len)
+        return positions.expand(*like.shape[: self.seq_dim], self.slice_len)
 
     def args(self, microbatch: int, slice_: int) -> tuple:
         """Positional arguments of the first stage for one unit."""
@@ -104,7 +104,7 @@ class Batch:
     def _cut(self, value: Any, slice_: int) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.narrow(self._seq_dim, slice_ * self.slice_len, self.slice_len)
+        return value.narrow(self.seq_dim, slice_ * self.slice_len, self.slice_len)
 
     def _checked_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         masks = kwargs.get("attention_masks")
@@ -132,7 +132,7 @@ class Batch:
         self._refuse_uncut_kwargs()
 
     def _check_sized(self, name: str, value: Any) -> None:
-        dim = self._seq_dim
+        dim = self.seq_dim
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"{name} is a {type(value).__name__}; a slimpipe schedule cuts it into slices and needs a tensor"
@@ -170,5 +170,5 @@ class Batch:
 
     def _documents(self) -> list[Documents]:
         rows = [kwargs.get("positions") for kwargs in self._kwargs]
-        rows_BS = [None if x is None else x.movedim(self._seq_dim, -1).reshape(-1, self.seq_len) for x in rows]
+        rows_BS = [None if x is None else x.movedim(self.seq_dim, -1).reshape(-1, self.seq_len) for x in rows]
         return [Documents.from_positions(positions_BS, slice_len=self.slice_len) for positions_BS in rows_BS]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from slimpipe.torch_private import is_replicated
 
 
 def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[str]:
@@ -21,10 +27,10 @@ def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[s
             takes no ``positions`` or ``attention_masks`` although the stage holds `SliceAttention`.
     """
     where = f"stage {index}"
-    if isinstance(submod, DistributedDataParallel):
+    if any(isinstance(module, DistributedDataParallel) or is_replicated(module) for module in submod.modules()):
         raise ValueError(
-            f"{where} is wrapped in DistributedDataParallel, which reduces gradients at every backward; use "
-            "fully_shard (FSDP2) or torch.distributed._composable.replicate over the data-parallel axis"
+            f"{where} uses DistributedDataParallel (or composable replicate, which is the same), which cannot wait "
+            "with its reduction for the last slice; use fully_shard (FSDP2) over the data-parallel axis"
         )
     for name, module in submod.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -48,6 +54,48 @@ def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[s
             "SliceAttention layers (positions: where each token of the slice stands in its document)"
         )
     return takes if has_attention or not anything else set()
+
+
+class RefuseWholeAttention(TorchFunctionMode):
+    """Context for a stage's first forward: attention that knows nothing of slices raises.
+
+    Raises:
+        ValueError: The stage calls PyTorch's own attention functions.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.scaled_dot_product_attention, flex_attention):
+            raise ValueError(
+                f"stage {self._index} calls {func.__name__}, which would see one slice only; use "
+                "slimpipe.SliceAttention as the inner attention"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def check_loss_adds_up(loss_fn: Callable, output: Tensor, target: Tensor, loss: Tensor, *, seq_dim: int) -> bool:
+    """Whether it could be seen on this slice that ``loss_fn`` is a sum over tokens: two halves add up to the whole.
+
+    Raises:
+        ValueError: They do not, so the loss of a sequence is not the sum over its slices.
+    """
+    half = output.shape[seq_dim] // 2
+    if not half or not loss.isfinite() or not loss:
+        return False
+    rest = output.shape[seq_dim] - half
+    with torch.no_grad():
+        parts = zip(output.split([half, rest], seq_dim), target.split([half, rest], seq_dim), strict=True)
+        both = sum(loss_fn(*part) for part in parts)
+    if not torch.isclose(both, loss.detach(), rtol=0.1):
+        raise ValueError(
+            f"loss_fn gives {loss.item():.6g} for a slice and {both.item():.6g} in sum for its two halves: it "
+            "averages, and a schedule that adds up slices needs a sum over tokens; use reduction='sum' and divide by the "
+            "step's number of tokens"
+        )
+    return True
 
 
 def check_loss_fn(loss_fn: Callable | None, *, scale_grads: bool) -> None:

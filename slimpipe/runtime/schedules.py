@@ -62,6 +62,7 @@ class _SlimPipe:
         self._meter: MemoryMeter | None = None
         self._last_sizes: tuple[int, int, bool] | None = None
         self._record = StepRecord()
+        self._num_failures = 0
 
     def step(
         self,
@@ -124,6 +125,7 @@ class _SlimPipe:
             # old groups stay: destroying one can wait for a peer that hangs.
             self._transport = None
             self._executors.clear()
+            self._num_failures += 1
             raise
         if self._has_backward:
             self._record = executor.record
@@ -218,6 +220,7 @@ class _SlimPipe:
             num_stages_per_rank=self.program.num_stages_per_rank,
             num_microbatches=self._n_microbatches,
             seq_dim=self.options.seq_dim,
+            num_failures=self._num_failures,
         )
         return agree(mine, error, group=self._group, device=first.device)
 
@@ -227,7 +230,13 @@ class _SlimPipe:
             return
         stages = {
             stage.stage_index: Stage(
-                stage.submod, stage.stage_index, is_first=stage.is_first, is_last=stage.is_last, loss_fn=self._loss_fn
+                stage.submod,
+                stage.stage_index,
+                is_first=stage.is_first,
+                is_last=stage.is_last,
+                loss_fn=self._loss_fn,
+                kernel=self.options.kernel,
+                device=torch.device(stage.device),
             )
             for stage in self._torch_stages
         }
@@ -242,9 +251,12 @@ class _SlimPipe:
     def _executor(self, shape: StepShape) -> Executor:
         first = self._torch_stages[0]
         group = self._group
+        timeout = None if group is None else group_timeout(group, first.device)
         if self._transport is None and group is not None:
-            wraps, timeout = len(self._torch_stages) > 1, group_timeout(group, first.device)
+            wraps = len(self._torch_stages) > 1
             self._transport = Transport(group, wraps=wraps, device=first.device, timeout=timeout)
+        if self._transport is not None and timeout is not None and timeout != self._transport.timeout:
+            self._transport.set_timeout(timeout)  # torchtitan shortens its groups' timeouts after the first step
         sizes = shape.seq_len, shape.num_tokens, self._has_backward
         if self._transport is not None and sizes != self._last_sizes:
             self._transport.forget_shapes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from slimpipe.attention.context import Phase, SliceContext, StageStore
+from slimpipe.attention.kernels import check_kernel_runs
 from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.attention.slice_attention import SliceAttention
 from slimpipe.program import SlotPlan, Unit
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
-from slimpipe.runtime.refusals import check_module
+from slimpipe.runtime.refusals import RefuseWholeAttention, check_loss_adds_up, check_module
 
 
 @dataclass(slots=True)
@@ -43,21 +45,35 @@ class Stage:
         is_first: Whether it takes tokens.
         is_last: Whether its output goes to ``loss_fn``.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar sum, or None.
+        kernel: See `SlimPipeOptions.kernel`.
+        device: Where the stage runs.
 
     Raises:
-        ValueError: The module cannot run slice by slice; see `check_module`.
+        ValueError: The module cannot run slice by slice; see `check_module`. Or a kernel that this device cannot run.
     """
 
     def __init__(
-        self, submod: nn.Module, index: int, *, is_first: bool, is_last: bool, loss_fn: Callable | None
+        self,
+        submod: nn.Module,
+        index: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        loss_fn: Callable | None,
+        kernel: str,
+        device: torch.device,
     ) -> None:
         self.submod, self.index, self.is_first, self.is_last = submod, index, is_first, is_last
-        self._loss_fn = loss_fn
+        self._loss_fn, self._kernel = loss_fn, kernel
         self.attention = [module for module in submod.modules() if isinstance(module, SliceAttention)]
         self._fsdp = [module for module in submod.modules() if isinstance(module, FSDPModule)]
         self._takes = check_module(submod, index=index, has_attention=bool(self.attention))
+        for name in {kernel, *(module.kernel for module in self.attention)}:
+            check_kernel_runs(name, device=device)
         self._live: dict[Unit, _Live] = {}
         self._store: StageStore | None = None
+        self._attention_checked = False
+        self._loss_checked = False
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -88,9 +104,10 @@ class Stage:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, and leave data parallelism as it is outside of steps."""
         self._live.clear()
         self._store = None
+        self._set_gradient_sync(True)
 
     # A unit ----------------------------------------------------------------------------------------------------------
 
@@ -114,14 +131,16 @@ class Stage:
             self._store,
             batch.documents[unit.microbatch],
             keep_output=self._keep_output and with_backward,
+            kernel=self._kernel,
         )
         args = batch.args(unit.microbatch, unit.slice) if received is None else (received,)
         if received is not None and with_backward:
             received.requires_grad_()
         meter = self._meter if with_backward else None
         with nullcontext() if meter is None else meter.saving():
-            output = self.submod(*args, **self._kwargs(unit, batch, context, args))
-            self._check_output(output)
+            with nullcontext() if self._attention_checked else RefuseWholeAttention(self.index):
+                output = self.submod(*args, **self._kwargs(unit, batch, context, args))
+            self._check_output(output, context)
             loss = self._loss(output, unit, batch, loss_kwargs) if self.is_last and self._loss_fn is not None else None
         if with_backward:
             root = output if loss is None else loss
@@ -168,21 +187,33 @@ class Stage:
 
     def _loss(self, output: torch.Tensor, unit: Unit, batch: Batch, loss_kwargs: dict[str, Any] | None) -> torch.Tensor:
         assert self._loss_fn is not None
-        loss = self._loss_fn(output, batch.target(unit.microbatch, unit.slice), **(loss_kwargs or {}))
+        target = batch.target(unit.microbatch, unit.slice)
+        loss = self._loss_fn(output, target, **(loss_kwargs or {}))
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
                 f"loss_fn returned {shape}; a slimpipe schedule calls it once per slice and adds the results, so it "
                 "must return a scalar: the sum over tokens, or that sum divided by the step's number of tokens"
             )
-        return loss
+        if not self._loss_checked:
+            loss_fn = functools.partial(self._loss_fn, **(loss_kwargs or {}))
+            self._loss_checked = check_loss_adds_up(loss_fn, output, target, loss, seq_dim=batch.seq_dim)
+        # A slice without valid labels may come without a graph; its K,V still get gradients from later slices.
+        return loss if loss.requires_grad or not torch.is_grad_enabled() else loss + output.flatten()[:0].sum()
 
-    def _check_output(self, output: Any) -> None:
+    def _check_output(self, output: Any, context: SliceContext) -> None:
         if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"stage {self.index} returned a {type(output).__name__}; stages of a slimpipe schedule return one "
                 "tensor"
             )
+        if context.num_called != len(self.attention):
+            raise ValueError(
+                f"stage {self.index}: {context.num_called} of its {len(self.attention)} SliceAttention layers were "
+                "called with the attention_masks that the schedule handed to the stage; the others would see one slice "
+                "only: pass attention_masks untouched to every one of them"
+            )
+        self._attention_checked = True
 
     def _set_gradient_sync(self, last: bool) -> None:
         for module in self._fsdp:

@@ -17,7 +17,7 @@ from torchtitan.trainer import Trainer
 
 from slimpipe.options import SlimPipeOptions
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
-from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe
+from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES, broken_batch_rule, broken_rules, runs_slimpipe
 
 
 class ConfigError(ValueError):
@@ -134,6 +134,9 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
 
     spec = config.model_spec
     assert spec is not None
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_schedule in SLIMPIPE_SCHEDULES and not runs_slimpipe(config):
+        logger.warning("parallelism.pipeline_parallel_degree = 1: there is no pipeline, and sequences are not sliced")
     model = copy.deepcopy(spec.model)
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = TitanSliceAttention.Config(kernel=config.slimpipe.kernel)

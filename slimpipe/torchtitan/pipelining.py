@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,8 @@ def pipeline_llm(
         schedule = ScheduleSlimPipe(torch_schedule._stage, torch_schedule._n_microbatches, **settings)
     else:
         schedule = ScheduleInterleavedSlimPipe(torch_schedule._stages, torch_schedule._n_microbatches, **settings)
+    # torchtitan's validator drops the outputs, which are of logit size.
+    schedule.eval = functools.partial(schedule.eval, return_outputs=False)  # type: ignore[method-assign]
     program = schedule.program
     logger.info(
         f"{name}: {program.num_ranks} ranks x {num_stages_per_rank} stages, {program.num_microbatches} microbatches x "

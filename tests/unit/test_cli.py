@@ -84,7 +84,8 @@ def test_one_rank_per_parallel_degree_on_cpu(config_file, launches, capsys):
     assert call.command[1:] == ["-m", "slimpipe", "train", config_file, *overrides]
     assert call.num_ranks == 2 * 2 * 2
     assert call.shown_rank == 4  # first rank of the last of 2 stages
-    assert (call.env["WANDB_MODE"], call.env["LOG_RANK"]) == ("offline", "4")
+    assert call.env["LOG_RANK"] == "4"
+    assert "WANDB_MODE" not in call.env  # a real run uploads
     assert int(call.env["OMP_NUM_THREADS"]) >= 1
     assert "outputs:" in capsys.readouterr().out
 

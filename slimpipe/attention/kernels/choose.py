@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+import torch
 from torch import Tensor
 
 from slimpipe.attention.kernels.base import AttentionKernel, check_shapes
@@ -11,7 +10,7 @@ from slimpipe.attention.kernels.flash_attn import FlashAttnKernel
 from slimpipe.attention.kernels.reference import ReferenceKernel
 from slimpipe.attention.kernels.torch_cpu_flash import TorchCpuFlashKernel
 from slimpipe.attention.kernels.torch_cuda_flash import TorchCudaFlashKernel
-from slimpipe.options import KERNEL_NAMES
+from slimpipe.options import check_kernel_name
 
 # Fastest first. Both CUDA kernels are FlashAttention-2; PyTorch's own needs no package of matching version.
 _FASTEST_FIRST = (TorchCpuFlashKernel, TorchCudaFlashKernel, FlashAttnKernel, ReferenceKernel)
@@ -27,11 +26,7 @@ def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> 
         ValueError: the name is unknown, the shapes do not fit together, or the kernel refuses; the message gives the
             reason and the kernels that would serve.
     """
-    if name not in KERNEL_NAMES:
-        near = difflib.get_close_matches(name, KERNEL_NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"kernel = {name!r}: it must be one of {', '.join(KERNEL_NAMES)}; nearest legal value: {near!r}"
-        )
+    check_kernel_name(name)
     check_shapes(q_BLNH, k_BKGH, v_BKGH)
     tensors = q_BLNH, k_BKGH, v_BKGH
     reasons: dict[str, str] = {}
@@ -48,3 +43,13 @@ def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> 
     raise ValueError(
         f"kernel = {name!r}: {name} {reasons[name]}; these tensors can be served by {', '.join(['auto', *others])}"
     )
+
+
+def check_kernel_runs(name: str, *, device: torch.device) -> None:
+    """Refuse a kernel that ``device`` or the installed packages cannot run, before there is a tensor to run it on.
+
+    Raises:
+        ValueError: as `choose_kernel`, for bfloat16 and a head dim of 64.
+    """
+    probe_BLNH = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    choose_kernel(name, probe_BLNH, probe_BLNH, probe_BLNH)
