@@ -92,8 +92,8 @@ def check_loss_adds_up(loss_fn: Callable, output: Tensor, target: Tensor, loss: 
     if not torch.isclose(both, loss.detach(), rtol=0.1):
         raise ValueError(
             f"loss_fn gives {loss.item():.6g} for a slice and {both.item():.6g} in sum for its two halves: it "
-            "averages, and a schedule that adds up slices needs a sum over tokens; use reduction='sum' and divide by the "
-            "step's number of tokens"
+            "averages, and a schedule that adds up slices needs a sum over tokens; use reduction='sum' and divide by "
+            "the step's number of tokens"
         )
     return True
 
