@@ -18,7 +18,7 @@ from slimpipe.torchtitan.config import SlimPipeSection, SlimPipeTrainerConfig
 
 
 def llama3_debug() -> SlimPipeTrainerConfig:
-    """torchtitan's llama3 debug model on 2 pipeline ranks, the rest FSDP; for CPUs. Reads what `make demo` makes."""
+    """torchtitan's llama3 debug model on 2 pipeline ranks x 2 FSDP ranks; for CPUs. Reads what `make demo` makes."""
     spec = model_registry("debugmodel")
     return SlimPipeTrainerConfig(
         model_spec=spec,
@@ -33,7 +33,9 @@ def llama3_debug() -> SlimPipeTrainerConfig:
         training=TrainingConfig(
             local_batch_size=4, seq_len=2048, steps=10, mixed_precision_param="float32", disable_cuda_graphs=True
         ),
-        parallelism=ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule="SlimPipe"),
+        parallelism=ParallelismConfig(
+            pipeline_parallel_degree=2, pipeline_parallel_schedule="SlimPipe", data_parallel_shard_degree=2
+        ),
         activation_checkpoint=None,
         debug=DebugConfig(seed=42),
         slimpipe=SlimPipeSection(num_slices=8, measure_memory=True),

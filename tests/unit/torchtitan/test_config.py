@@ -3,46 +3,27 @@
 import dataclasses
 import functools
 import re
-import sys
-import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torchtitan.trainer
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import ConfigManager
 from torchtitan.models import llama3
 from torchtitan.models.common import Linear
-from torchtitan.models.common.attention import BaseAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from slimpipe.torchtitan import rules
+from slimpipe.torchtitan.attention import TitanSliceAttention
 from slimpipe.torchtitan.config import ConfigError, SlimPipeSection, check, prepare, with_slimpipe
 from slimpipe.torchtitan.config_registry import llama3_8b_128k, llama3_debug
+from slimpipe.torchtitan.pipelining import pipeline_llm
 from slimpipe.torchtitan.rules import broken_rules
 from slimpipe.torchtitan.toml import load_toml
+from slimpipe.torchtitan.trainer import SlimPipeTrainer
 
 CONFIGS = Path(__file__).parents[3] / "torchtitan_configs"
-
-
-@pytest.fixture
-def parts(monkeypatch):
-    """Stand-ins for the attention and the pipelining function, which need torch.distributed to do anything."""
-
-    class TitanSliceAttention(ScaledDotProductAttention):
-        @dataclass(kw_only=True, slots=True)
-        class Config(ScaledDotProductAttention.Config):
-            kernel: str = "auto"
-
-    def pipeline_llm():
-        raise NotImplementedError
-
-    attention = types.SimpleNamespace(TitanSliceAttention=TitanSliceAttention)
-    pipelining = types.SimpleNamespace(pipeline_llm=pipeline_llm)
-    monkeypatch.setitem(sys.modules, "slimpipe.torchtitan.attention", attention)
-    monkeypatch.setitem(sys.modules, "slimpipe.torchtitan.pipelining", pipelining)
-    return types.SimpleNamespace(attention=TitanSliceAttention.Config, pipeline_llm=pipeline_llm)
 
 
 def changed(config, **sections):
@@ -243,7 +224,7 @@ def test_window_attention_is_refused():
     assert "the attention of layer 0" in refusal(config)
 
 
-def test_prepare_puts_our_parts_in_and_leaves_the_original(parts):
+def test_prepare_puts_our_parts_in_and_leaves_the_original():
     stock = llama3_debugmodel()
     config = changed(with_slimpipe(stock), slimpipe__kernel="reference", training__disable_cuda_graphs=True)
     config = changed(
@@ -256,33 +237,35 @@ def test_prepare_puts_our_parts_in_and_leaves_the_original(parts):
     ]
     assert len(found) == 6
     assert len({id(inner) for inner in found}) == 6  # torchtitan writes a sharding into each
-    assert all(inner == parts.attention(kernel="reference") for inner in found)
+    assert all(inner == TitanSliceAttention.Config(kernel="reference") for inner in found)
     assert all(
-        not isinstance(layer.attention.inner_attention, parts.attention) for layer in stock.model_spec.model.layers
+        not isinstance(layer.attention.inner_attention, TitanSliceAttention.Config)
+        for layer in stock.model_spec.model.layers
     )
 
     pipelining = prepared.model_spec.pipelining_fn
     assert isinstance(pipelining, functools.partial)
-    assert pipelining.func is parts.pipeline_llm
+    assert pipelining.func is pipeline_llm
     assert pipelining.keywords == {"slimpipe": config.slimpipe, "stock": stock.model_spec.pipelining_fn}
     assert isinstance(config.loss, ChunkedLossWrapper.Config)
     assert prepared.loss == CrossEntropyLoss.Config(global_vocab_size=2048)
 
 
-def test_prepare_keeps_the_chunked_loss_under_torch_schedules(parts):
+def test_prepare_keeps_the_chunked_loss_under_torch_schedules():
     config = changed(with_slimpipe(llama3_debugmodel()), training__disable_cuda_graphs=True)
     config = changed(config, parallelism__pipeline_parallel_degree=2)
     prepared = prepare(config)
     assert prepared.loss == config.loss
     assert all(
-        isinstance(layer.attention.inner_attention, parts.attention) for layer in prepared.model_spec.model.layers
+        isinstance(layer.attention.inner_attention, TitanSliceAttention.Config)
+        for layer in prepared.model_spec.model.layers
     )
 
 
-def test_build_sees_what_the_command_line_changed(parts, monkeypatch):
+def test_build_sees_what_the_command_line_changed(monkeypatch):
     """The stock entry point: torchtitan's own manager applies overrides to what the registry function gave."""
     built = []
-    monkeypatch.setattr(torchtitan.trainer.Trainer, "__init__", lambda self, config: built.append(config))
+    monkeypatch.setattr(SlimPipeTrainer, "__init__", lambda self, config: built.append(config))
     args = "--module slimpipe.torchtitan --config llama3_debug --training.seq_len 4096 --slimpipe.num_slices 16"
     ConfigManager().parse_args(args.split()).build()
     (config,) = built
