@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slimpipe.program.ir import MAX_UNMATCHED_SENDS
+from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel
 from slimpipe.torch_private import set_group_timeout
 
 _HEADER_LEN = 10
@@ -30,15 +30,6 @@ class PipelineError(RuntimeError):
     """A message of the pipeline did not arrive or could not be sent: another rank failed, died or hangs."""
 
 
-class Channel(NamedTuple):
-    """A directed edge of the pipeline; ranks are pipeline ranks."""
-
-    source: int
-    destination: int
-    direction: str
-    """"forward" or "backward"."""
-
-
 class TensorMeta(NamedTuple):
     """What a receiver must know to allocate."""
 
@@ -47,7 +38,7 @@ class TensorMeta(NamedTuple):
 
 
 class Receive:
-    """A posted receive; `wait` returns the tensor."""
+    """A posted receive; `Transport.wait` gives its tensor."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | None = None

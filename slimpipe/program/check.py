@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Instruction, Op, Unit
+from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Instruction, Op, Unit
 from slimpipe.program.order import backward_tick, forward_tick, live_units
 from slimpipe.program.program import Program
 
@@ -28,16 +27,6 @@ _SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
 
 class ProgramError(Exception):
     """A program breaks a rule; the message names the rank, the instruction and the rule."""
-
-
-class _Channel(NamedTuple):
-    source: int
-    destination: int
-    op: Op
-    """FORWARD or BACKWARD."""
-
-    def __str__(self) -> str:
-        return f"the {self.op.name.lower()} channel from rank {self.source} to rank {self.destination}"
 
 
 def check(program: Program) -> None:
@@ -159,15 +148,15 @@ def _check_causality(program: Program, rank: int) -> None:
 
 def _check_channels(program: Program) -> None:
     """Both ends of a channel name the same messages in the same order, a message by the unit that receives it."""
-    sent: dict[_Channel, list[Unit]] = defaultdict(list)
-    received: dict[_Channel, list[Unit]] = defaultdict(list)
+    sent: dict[Channel, list[Unit]] = defaultdict(list)
+    received: dict[Channel, list[Unit]] = defaultdict(list)
     for rank, row in enumerate(program.instructions):
         for instruction in row:
             if instruction.peer is None:
                 continue
-            channel = _channel(rank, instruction)
+            channel = instruction.channel(rank)
             if channel.source == rank:
-                step = 1 if channel.op is Op.FORWARD else -1
+                step = 1 if channel.direction == "forward" else -1
                 sent[channel].append(instruction.unit._replace(stage=instruction.unit.stage + step))
             else:
                 received[channel].append(instruction.unit)
@@ -177,14 +166,6 @@ def _check_channels(program: Program) -> None:
                 raise ProgramError(f"{channel}: message {index} is sent for {there} but received for {here}")
 
 
-def _channel(rank: int, instruction: Instruction) -> _Channel:
-    assert instruction.peer is not None
-    compute = _COMPUTE_OF[instruction.op]
-    if instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-        return _Channel(rank, instruction.peer, compute)
-    return _Channel(instruction.peer, rank, compute)
-
-
 def _check_runs(program: Program) -> None:
     """Runs all ranks against one another, each until it has to wait, until all are done or none can go on.
 
@@ -192,8 +173,8 @@ def _check_runs(program: Program) -> None:
     unmatched. The proof lets a receive match only when its compute instruction is reached: posted earlier, it can only
     make the others wait less.
     """
-    num_sent: Counter[_Channel] = Counter()
-    num_matched: Counter[_Channel] = Counter()
+    num_sent: Counter[Channel] = Counter()
+    num_matched: Counter[Channel] = Counter()
     runs = [_run_rank(program, rank, num_sent, num_matched) for rank in range(program.num_ranks)]
     waiting: dict[int, Instruction] = {}
     progress = True
@@ -208,10 +189,10 @@ def _check_runs(program: Program) -> None:
 
 
 def _run_rank(
-    program: Program, rank: int, num_sent: Counter[_Channel], num_matched: Counter[_Channel]
+    program: Program, rank: int, num_sent: Counter[Channel], num_matched: Counter[Channel]
 ) -> Iterator[Instruction]:
     """One rank's run; yields the instruction at which it has to wait."""
-    posted: dict[tuple[Op, Unit], _Channel] = {}
+    posted: dict[tuple[Op, Unit], Channel] = {}
     for instruction in program.instructions[rank]:
         _, op, unit, peer = instruction
         if peer is None:
@@ -221,9 +202,9 @@ def _run_rank(
                 while num_sent[channel] < num_matched[channel]:
                     yield instruction
         else:
-            channel = _channel(rank, instruction)
+            channel = instruction.channel(rank)
             if channel.destination == rank:
-                posted[channel.op, unit] = channel
+                posted[_COMPUTE_OF[op], unit] = channel
                 continue
             while num_sent[channel] - num_matched[channel] >= MAX_UNMATCHED_SENDS:
                 yield instruction

@@ -53,6 +53,18 @@ class Unit(NamedTuple):
         return f"microbatch {self.microbatch}, stage {self.stage}, slice {self.slice}"
 
 
+class Channel(NamedTuple):
+    """A directed edge of the pipeline for one direction of the schedule. It carries its messages first-in first-out."""
+
+    source: int
+    destination: int
+    direction: str
+    """"forward" or "backward"."""
+
+    def __str__(self) -> str:
+        return f"the {self.direction} channel from rank {self.source} to rank {self.destination}"
+
+
 class Instruction(NamedTuple):
     """One entry of a rank's list."""
 
@@ -62,6 +74,13 @@ class Instruction(NamedTuple):
     unit: Unit
     peer: int | None = None
     """Pipeline rank at the other end of a message; None for compute."""
+
+    def channel(self, rank: int) -> Channel:
+        """The channel of a message, of which ``rank`` is told this instruction."""
+        assert self.peer is not None
+        direction = "forward" if self.op in (Op.SEND_FORWARD, Op.RECEIVE_FORWARD) else "backward"
+        sends = self.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+        return Channel(rank, self.peer, direction) if sends else Channel(self.peer, rank, direction)
 
     def __str__(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"

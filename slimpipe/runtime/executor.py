@@ -12,11 +12,11 @@ import torch
 
 from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.options import SlimPipeOptions
-from slimpipe.program import Instruction, Op, Program, SlotPlan, Unit, plan_slots
+from slimpipe.program import Channel, Instruction, Op, Program, SlotPlan, Unit, plan_slots
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
-from slimpipe.transport import Channel, PipelineError, Receive, TensorMeta, Transport
+from slimpipe.transport import PipelineError, Receive, TensorMeta, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +182,22 @@ class Executor:
         self._measure()
 
     def _receive_forward(self, step: _Step, instruction: Instruction) -> None:
-        self._receive(step, instruction, "forward", None)
+        self._receive(step, instruction, None)
 
     def _receive_backward(self, step: _Step, instruction: Instruction) -> None:
-        self._receive(step, instruction, "backward", step.metas[instruction.unit.stage])
+        self._receive(step, instruction, step.metas[instruction.unit.stage])
 
     def _send_forward(self, step: _Step, instruction: Instruction) -> None:
-        self._send(step, instruction, "forward", instruction.unit.stage + 1)
+        self._send(step, instruction, instruction.unit.stage + 1)
 
     def _send_backward(self, step: _Step, instruction: Instruction) -> None:
-        self._send(step, instruction, "backward", instruction.unit.stage - 1)
+        self._send(step, instruction, instruction.unit.stage - 1)
 
     # Messages --------------------------------------------------------------------------------------------------------
 
-    def _receive(self, step: _Step, instruction: Instruction, direction: str, meta: TensorMeta | None) -> None:
+    def _receive(self, step: _Step, instruction: Instruction, meta: TensorMeta | None) -> None:
         assert self._transport is not None and instruction.peer is not None
-        channel = Channel(instruction.peer, self._rank, direction)
+        channel = instruction.channel(self._rank)
         with self._messaging(step, instruction, channel.source):
             receive = self._transport.receive(channel, instruction.unit.stage, meta)
         step.received[instruction.op, instruction.unit] = channel, receive
@@ -214,12 +214,12 @@ class Executor:
         with self._messaging(step, instruction, channel.source):
             return self._transport.wait(channel, receive)
 
-    def _send(self, step: _Step, instruction: Instruction, direction: str, stream: int) -> None:
+    def _send(self, step: _Step, instruction: Instruction, stream: int) -> None:
         assert self._transport is not None and instruction.peer is not None
         tensor = step.made.pop((instruction.op, instruction.unit))
         with self._messaging(step, instruction, instruction.peer):
-            channel = Channel(self._rank, instruction.peer, direction)
-            self._transport.send(channel, stream, tensor, announce=direction == "forward")
+            channel = instruction.channel(self._rank)
+            self._transport.send(channel, stream, tensor, announce=channel.direction == "forward")
             self._measure_messages(step)
             self._transport.reap()
 
