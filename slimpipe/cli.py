@@ -149,10 +149,9 @@ def _remove_unfinished_checkpoints(folder: Path, *, since: float) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1; nearest legal value: 1")
+    return int(text)
 
 
 def _say(message: object, exit_code: int, *, prefix: str = "slimpipe: ") -> int:

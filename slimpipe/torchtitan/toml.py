@@ -31,7 +31,7 @@ def load_toml(path: str, overrides: Sequence[str] = ()) -> SlimPipeTrainerConfig
             tables = tomli.load(file)
     except OSError as error:
         raise ConfigError([f"cannot read the file: {error.strerror}"], source=path) from None
-    except tomli.TOMLDecodeError as error:
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"not TOML: {error}"], source=path) from None
     given, errors = _parse_overrides(overrides)
     for part in (tables, given):

@@ -193,16 +193,28 @@ def test_layouts_train_alike(tmp_path: Path, data: dict, seed: Path, layouts: li
         assert_equal_runs(history, truth, layout)
 
 
+def four_steps(data: dict, seed: Path) -> dict[str, object]:
+    return {**data, "checkpoint.initial_load_path": seed, "lr_scheduler.total_steps": 4, "training.steps": 4}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: dict, seed: Path) -> list[tuple[float, float]]:
+    """Four steps without a pipeline and without a checkpoint between them."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return train(folder, Layout(pp=1), **four_steps(data, seed), **{"checkpoint.load_only": True})
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("saved_by", ["SlimPipe", "InterleavedSlimPipe", "1F1B"])
-def test_a_checkpoint_of_one_continues_in_the_others(tmp_path: Path, data: dict, seed: Path, saved_by: str) -> None:
+def test_a_checkpoint_of_one_continues_in_the_others(
+    tmp_path: Path, data: dict, seed: Path, uninterrupted: list, saved_by: str
+) -> None:
     """Model, optimizer and data position: steps 3 and 4 are the same whoever saved step 2 and whoever loads it."""
-    common = {**data, "checkpoint.initial_load_path": seed, "lr_scheduler.total_steps": 4}
-    saving = {"checkpoint.interval": 2, "checkpoint.last_save_model_only": False}
-    truth = train(tmp_path / "whole", Layout(pp=1), **common, **{"training.steps": 4, "checkpoint.load_only": True})
-    train(tmp_path / "saved", Layout(saved_by), **common, **saving, **{"training.steps": 2})
+    common = four_steps(data, seed)
+    saving = {"checkpoint.interval": 2, "checkpoint.last_save_model_only": False, "training.steps": 2}
+    train(tmp_path / "saved", Layout(saved_by), **{**common, **saving})
     for index, layout in enumerate([Layout("SlimPipe"), Layout("InterleavedSlimPipe"), Layout("1F1B"), Layout(pp=1)]):
         folder = tmp_path / str(index)
         shutil.copytree(tmp_path / "saved" / "checkpoint", folder / "checkpoint")
-        history = train(folder, layout, **common, **{"training.steps": 4, "checkpoint.load_only": True})
-        assert_equal_runs(history, truth[2:], f"{layout}, saved by {saved_by}")
+        history = train(folder, layout, **common, **{"checkpoint.load_only": True})
+        assert_equal_runs(history, uninterrupted[2:], f"{layout}, saved by {saved_by}")
