@@ -53,13 +53,16 @@ def under_launcher() -> bool:
     return "RANK" in os.environ
 
 
-def launch(command: Sequence[str], *, num_ranks: int, shown_rank: int, log_dir: Path, env: Mapping[str, str]) -> None:
+def launch(
+    command: Sequence[str], *, num_ranks: int, shown_rank: int | None, log_dir: Path, env: Mapping[str, str]
+) -> None:
     """Run `command` once per rank and wait for all of them.
 
     Every rank's output goes to files under `log_dir`; what `shown_rank` writes to stdout is shown as well. Uses a free
     port, so that several launches at once do not meet.
 
     Args:
+        shown_rank: None to show nothing.
         env: environment variables of the ranks, unless they are set already.
 
     Raises:
@@ -79,7 +82,9 @@ def launch(command: Sequence[str], *, num_ranks: int, shown_rank: int, log_dir: 
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(str(log_dir), redirects=Std.ERR, tee=Std.OUT, local_ranks_filter={shown_rank}),
+        logs_specs=DefaultLogsSpecs(
+            str(log_dir), redirects=Std.ERR, tee=Std.OUT, local_ranks_filter={-1 if shown_rank is None else shown_rank}
+        ),
         log_line_prefix_template="[rank${rank}] ",
         shutdown_timeout=_SECONDS_TO_END,
         signals_to_handle=",".join(number.name for number in _SIGNALS),

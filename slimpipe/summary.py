@@ -1,4 +1,4 @@
-"""What a finished run says last: figures per rank, and where its outputs are."""
+"""What a finished command says: figures per rank and where its outputs are, or the rates that it has measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from slimpipe.program.cost import ExchangeCosts
 
 
 def _mib(num_bytes: float) -> str:
@@ -46,3 +48,24 @@ def summarise(dump_folder: Path, *, since: float) -> str:
     parts += [f"wandb run:    {run}  (upload with: wandb sync {run})" for run in fresh("**/wandb/offline-run-*")]
     parts += [f"logs by rank: {run}" for run in fresh("slimpipe/logs/*")]
     return "\n".join(parts)
+
+
+def rates_text(costs: ExchangeCosts, *, num_ranks: int, device: str, as_json: bool = False) -> str:
+    """The rates of `costs`, for people with the lines for a TOML file, or as one JSON object in SI units."""
+    rates = {
+        "attention_flops": costs.flops_per_second,
+        "link_bandwidth": costs.bytes_per_second,
+        "link_latency": costs.latency,
+    }
+    if as_json:
+        return json.dumps({"num_ranks": num_ranks, "device": device, **rates})
+    lines = [
+        f"ranks      {num_ranks}, on {device}",
+        f"attention  {costs.flops_per_second / 1e9:.1f} GFLOP/s on each rank",
+        f"link       {costs.bytes_per_second / 1e9:.3f} GB/s in each direction",
+        f"latency    {costs.latency * 1e6:.1f} us",
+        "",
+        "[slimpipe]",
+        *(f"{name} = {value:.3g}" for name, value in rates.items()),
+    ]
+    return "\n".join(lines)

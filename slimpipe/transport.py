@@ -77,10 +77,7 @@ class Transport:
         self._ranks = dist.get_process_group_ranks(group)
         for edges in _edge_groups(len(self._ranks), wraps=wraps):
             for direction in ("forward", "backward"):
-                # Every rank of the pipeline takes part in every group, in the same order: torch names groups by
-                # counting.
-                made = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
-                assert isinstance(made, dist.ProcessGroup)
+                made = new_pipeline_group(self._ranks, timeout)
                 self._process_groups.append(made)
                 for source, destination in edges:
                     ends = (source, destination) if direction == "forward" else (destination, source)
@@ -162,10 +159,20 @@ class Transport:
                 _finish(sends.popleft())
 
     def finish(self) -> None:
-        """Wait for every send; to be called at the end of a step."""
-        for sends in self._sends.values():
-            while sends:
-                _finish(sends.popleft())
+        """Wait for every send; to be called at the end of a step.
+
+        Raises:
+            PipelineError: A send failed; names the ranks.
+        """
+        for channel, sends in self._sends.items():
+            try:
+                while sends:
+                    _finish(sends.popleft())
+            except RuntimeError as error:
+                raise PipelineError(
+                    f"pipeline rank {channel.source} lost rank {channel.destination}, to which it was sending: rank "
+                    f"{channel.destination} failed, died or is stuck ({type(error).__name__}: {error})"
+                ) from error
 
     def drop(self) -> None:
         """Let go of everything without waiting; after a failure."""
@@ -236,6 +243,14 @@ class Transport:
         self._irecv(channel, header).wait()
         dtype, num_dims, *shape = header.tolist()
         return TensorMeta(tuple(shape[:num_dims]), _DTYPES[dtype])
+
+
+def new_pipeline_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group of all ranks of a pipeline. Every one of them must take part in every group, in the same order:
+    torch names groups by counting."""
+    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _edge_groups(num_ranks: int, *, wraps: bool) -> list[list[tuple[int, int]]]:

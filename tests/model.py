@@ -30,6 +30,18 @@ class DenseAttention(nn.Module):
         return torch.einsum("bnlk,bknh->blnh", weights, v)
 
 
+class TorchAttention(nn.Module):
+    """The same by torch's own attention function, for sequences too long to write out."""
+
+    def forward(self, q_BLNH, k_BLGH, v_BLGH, *, positions, attention_masks=None, scale=None, enable_gqa=False):
+        assert attention_masks is None
+        index = torch.arange(q_BLNH.shape[1])
+        first = index - positions
+        visible = (index[None, None] <= index[None, :, None]) & (index[None, None] >= first[:, :, None])
+        q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLGH, v_BLGH))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True).transpose(1, 2)
+
+
 class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, inner: nn.Module) -> None:
         super().__init__()

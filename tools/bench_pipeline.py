@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_decoder import Decoder, DecoderSize
+from bench_ranks import gathered, over_ranks
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -22,6 +23,7 @@ from slimpipe.runtime.meter import MemoryMeter
 
 TORCH_SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 SCHEDULES = (*TORCH_SINGLE, "Interleaved1F1B", "SlimPipe", "InterleavedSlimPipe")
+TOLERANCE = 1e-5
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -84,10 +86,10 @@ class Bench:
         name: One of `SCHEDULES`.
         setting: Model and shapes.
         num_slices: Slices per microbatch of our schedules.
-        measure_memory: Whether `peak_live_bytes` is wanted.
+        options: Of our schedules.
     """
 
-    def __init__(self, name: str, setting: Setting, *, num_slices: int, measure_memory: bool = False) -> None:
+    def __init__(self, name: str, setting: Setting, *, num_slices: int, options: SlimPipeOptions | None = None) -> None:
         self.name, self.is_ours = name, name.endswith("SlimPipe")
         self.title = f"{name} n={num_slices}" if self.is_ours else name
         self.clock = ComputeClock()
@@ -109,7 +111,7 @@ class Bench:
         loss_fn = self.clock.timed(lambda output, target: cross_entropy_sum(output, target) / num_tokens)
         self.schedule: Any
         if self.is_ours:
-            ours: dict[str, Any] = {"num_slices": num_slices, "options": SlimPipeOptions(measure_memory=measure_memory)}
+            ours: dict[str, Any] = {"num_slices": num_slices, "options": options}
             if name == "SlimPipe":
                 self.schedule = ScheduleSlimPipe(stages[0], count, loss_fn, **ours)
             else:
@@ -182,6 +184,16 @@ def cross_entropy_sum(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+def disagreement(figures: dict[str, dict[str, float]]) -> str | None:
+    """What the schedules differ in, if anything."""
+    for quantity in ("loss", "grad_norm"):
+        values = {title: figure[quantity] for title, figure in figures.items()}
+        first = next(iter(values.values()))
+        if not all(abs(value - first) <= TOLERANCE * abs(first) for value in values.values()):
+            return f"the schedules differ in {quantity} by more than {TOLERANCE} relative: {values}"
+    return None
+
+
 @contextmanager
 def backward_replaced(fn: Callable) -> Iterator[None]:
     before, torch.autograd.backward = torch.autograd.backward, fn
@@ -189,15 +201,3 @@ def backward_replaced(fn: Callable) -> Iterator[None]:
         yield
     finally:
         torch.autograd.backward = before
-
-
-def over_ranks(op: Any, *values: float) -> list[float]:
-    reduced = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(reduced, op)
-    return reduced.tolist()
-
-
-def gathered(value: int) -> list[int]:
-    values = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(values, torch.tensor([value]))
-    return [int(x) for x in values]

@@ -21,20 +21,19 @@ same tokens, over the same process group. Figures are printed only if all agree 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from bench_pipeline import DTYPES, SCHEDULES, Bench, Setting, StepTime
+from bench_cli import aligned, check_layers, parse_setting, setting_parser
+from bench_pipeline import DTYPES, SCHEDULES, Bench, Setting, StepTime, disagreement
+from bench_ranks import run_ranks
 
-TOLERANCE = 1e-5
+from slimpipe import SlimPipeOptions
+
 HELP = {
     "num_stages_per_rank": "of the interleaved schedules",
     "num_slices": "of our schedules; several are compared",
@@ -44,9 +43,9 @@ HELP = {
 }
 
 
-def make_benches(setting: Setting, **kwargs: Any) -> list[Bench]:
+def make_benches(setting: Setting, **options: Any) -> list[Bench]:
     return [
-        Bench(name, setting, num_slices=num_slices, **kwargs)
+        Bench(name, setting, num_slices=num_slices, options=SlimPipeOptions(context_exchange="off", **options))
         for name in setting.schedules
         for num_slices in (setting.num_slices if name.endswith("SlimPipe") else (1,))
     ]
@@ -88,16 +87,6 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {"setting": asdict(setting), "baseline": benches[0].title, "schedules": figures}
 
 
-def disagreement(figures: dict[str, dict[str, float]]) -> str | None:
-    """What the schedules differ in, if anything."""
-    for quantity in ("loss", "grad_norm"):
-        values = {title: figure[quantity] for title, figure in figures.items()}
-        first = next(iter(values.values()))
-        if not all(abs(value - first) <= TOLERANCE * abs(first) for value in values.values()):
-            return f"the schedules differ in {quantity} by more than {TOLERANCE} relative: {values}"
-    return None
-
-
 def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> dict[str, float]:
     """Host time per call of each schedule, median of interleaved steps, on a tiny model."""
     num_slices = max(setting.num_slices)
@@ -115,7 +104,7 @@ def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> di
             seq_len=slice_len * num_slices // units,
             num_microbatches=setting.num_microbatches * units,
         )
-        benches.append(Bench(name, tiny, num_slices=num_slices))
+        benches.append(Bench(name, tiny, num_slices=num_slices, options=SlimPipeOptions(context_exchange="off")))
     for bench in benches:
         bench.step()
     rounds = [[bench.host_seconds_per_call() for bench in benches] for _ in range(steps)]
@@ -129,29 +118,6 @@ def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> di
     }
 
 
-def run_rank(rank: int, setting: Setting, port: int, results: Any) -> None:
-    torch.set_num_threads(setting.num_threads)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=setting.num_ranks)
-    figures = measure(setting)
-    if rank == 0:
-        results.put(figures)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(setting: Setting) -> dict[str, Any]:
-    """Start the ranks and return what they measured."""
-    os.environ |= {
-        "OMP_NUM_THREADS": str(setting.num_threads),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (setting, store.port, results), nprocs=setting.num_ranks)
-    return results.get()
-
-
 def table(report: dict[str, Any]) -> str:
     """The figures to read."""
     rows = [("schedule", "step s", "speed-up", "bubble %", "CPU s", "host us/call", "peak live MiB by rank")]
@@ -162,42 +128,24 @@ def table(report: dict[str, Any]) -> str:
         ]
         numbers[2] *= 100
         rows.append((title, *map("{:.{}f}".format, numbers, (3, 3, 1, 2, 0)), live))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return aligned(rows)
 
 
 def parse(argv: list[str] | None) -> tuple[Setting, bool]:
-    parser = argparse.ArgumentParser(
+    parser = setting_parser(
+        Setting,
         description="Compare pipeline schedules on the CPU: step time, bubble, memory and host time.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        helps=HELP,
+        choices={"schedules": SCHEDULES, "dtype": tuple(DTYPES)},
     )
-    default = Setting()
-    for field in fields(Setting):
-        value = getattr(default, field.name)
-        many = isinstance(value, tuple)
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=type(value[0] if many else value),
-            nargs="+" if many else None,
-            default=value,
-            choices={"schedules": SCHEDULES, "dtype": tuple(DTYPES)}.get(field.name),
-            help=HELP.get(field.name, " "),
-        )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    values = vars(parser.parse_args(argv))
-    as_json = values.pop("json")
-    setting = Setting(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-    num_stages = setting.num_ranks * setting.num_stages_per_rank
-    if setting.num_layers % num_stages:
-        nearest = max(1, round(setting.num_layers / num_stages)) * num_stages
-        parser.error(f"--num-layers {setting.num_layers} does not divide into {num_stages} stages; nearest: {nearest}")
+    setting, as_json = parse_setting(parser, Setting, argv)
+    check_layers(parser, setting.num_layers, setting.num_ranks * setting.num_stages_per_rank)
     return setting, as_json
 
 
 def main(argv: list[str] | None = None) -> None:
     setting, as_json = parse(argv)
-    report = run(setting)
+    report = run_ranks(measure, setting, num_ranks=setting.num_ranks, num_threads=setting.num_threads)
     if "error" in report:
         sys.exit(report["error"])
     print(json.dumps(report, indent=2) if as_json else table(report))

@@ -8,21 +8,14 @@ no state is global, and two pipelines in one process do not see each other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 
 from torch import Tensor, nn
 
+from slimpipe.attention.events import Alone, Phase, Sharing
 from slimpipe.attention.kv_store import LayerStore, SlotBuffers
 from slimpipe.attention.mask import Documents, Mask
 from slimpipe.program import SlotPlan, Unit
-
-
-class Phase(Enum):
-    """What the schedule is doing with a unit."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    """Backward, in which checkpointed layers run their forward again: state is read, not written."""
+from slimpipe.program.runs import subtract
 
 
 class StageStore:
@@ -42,7 +35,14 @@ class StageStore:
         hold: Callable[[Tensor], object] | None = None,
     ) -> None:
         self.plan = plan
-        self._layers = {layer: LayerStore(buffers, hold=hold) for layer, buffers in layers.items()}
+        self._layers = {
+            layer: LayerStore(buffers, index=index, hold=hold) for index, (layer, buffers) in enumerate(layers.items())
+        }
+
+    @property
+    def layers(self) -> list[LayerStore]:
+        """All of them, in the stage's order."""
+        return list(self._layers.values())
 
     def layer(self, module: nn.Module) -> LayerStore:
         """Store of one attention module of the stage."""
@@ -55,7 +55,7 @@ class StageStore:
 
 
 class SliceContext:
-    """One unit, as its attention layers see it. Its masks are made once, for all layers.
+    """One unit, as its attention layers see it. Its masks are made once per phase, for all layers.
 
     Args:
         unit: The unit.
@@ -63,24 +63,58 @@ class SliceContext:
         documents: Where the microbatch's documents start.
         keep_output: Whether layers keep output and LSE for a recompute.
         kernel: Attention kernel of layers that do not choose one themselves.
+        sharing: What other ranks have to do with the unit's forward; None for nothing.
     """
 
     def __init__(
-        self, unit: Unit, store: StageStore, documents: Documents, *, keep_output: bool, kernel: str = "auto"
+        self,
+        unit: Unit,
+        store: StageStore,
+        documents: Documents,
+        *,
+        keep_output: bool,
+        kernel: str = "auto",
+        sharing: Sharing | None = None,
     ) -> None:
         self.unit = unit
-        self.phase = Phase.FORWARD
         self.keep_output = keep_output
         self.kernel = kernel
         self.own_mask = documents.own_mask(unit.slice)
-        self.past_mask: Mask | None = None
-        if unit.slice and documents.starts:
-            low, high = store.plan.past(unit)
-            self.past_mask = documents.past_mask(unit.slice, store.plan.slices_in(unit, low, high))
-        self.sees_past = unit.slice > 0 and not (self.past_mask is not None and self.past_mask.sees_nothing)
-        """Whether any query of the unit sees any past key."""
+        self._documents = documents
         self._store = store
         self._called: set[nn.Module] = set()
+        self.enter(Phase.FORWARD, sharing)
+
+    def enter(self, phase: Phase, sharing: Sharing | None = None) -> None:
+        """Begin the unit's forward or backward.
+
+        Args:
+            phase: Which.
+            sharing: What other ranks have to do with it; None for nothing.
+        """
+        self.phase = phase
+        self.sharing: Sharing = Alone() if sharing is None else sharing
+        self._past_masks: dict[int, Mask | None] = {}
+        self.sharing.start(self._store.layers)
+
+    def past_mask(self, num_rows: int) -> Mask | None:
+        """What queries see of the past view on this rank, for a batch of so many rows; None for all of it.
+
+        Less than the past itself where other ranks attend to some of it.
+        """
+        unit, moved = self.unit, self.sharing.moved
+        if not unit.slice or not (self._documents.starts or moved):
+            return None
+        if num_rows not in self._past_masks:
+            L = self._documents.slice_len
+            slots = self._store.plan.slices_in(unit, *self._store.plan.past(unit))
+            self._past_masks[num_rows] = self._documents.part_mask(
+                unit.slice,
+                [(held * L, (held + 1) * L) for held in slots],
+                rows=subtract(((0, unit.slice * L),), moved),
+                num_rows=num_rows,
+            )
+        return self._past_masks[num_rows]
 
     @property
     def num_called(self) -> int:

@@ -7,15 +7,16 @@ slice is one contiguous view and nothing is ever concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from slimpipe.attention.kernels.merge import wide_dtype
+from slimpipe.dtypes import wide_dtype
 
 if TYPE_CHECKING:
     from slimpipe.program import SlotPlan, Unit
+    from slimpipe.program.runs import Run, Runs
 
 
 class SlotBuffers:
@@ -51,7 +52,11 @@ class LayerStore:
     Slots are reused as the plan says: a backward frees its slice's slot by the mere passing of time, no call is needed.
     """
 
-    def __init__(self, buffers: SlotBuffers, *, hold: Callable[[torch.Tensor], object] | None = None) -> None:
+    def __init__(
+        self, buffers: SlotBuffers, *, index: int = 0, hold: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        self.index = index
+        """Of the layer among the attention layers of its stage."""
         self._buffers = buffers
         self._plan = buffers.plan
         self._hold = hold
@@ -65,6 +70,12 @@ class LayerStore:
     def carry_bytes(self) -> int:
         """Bytes of the dK,dV that wait for earlier slices."""
         return _num_bytes(self._carry)
+
+    @property
+    def value_shape(self) -> torch.Size:
+        """Shape of the buffer of V."""
+        assert self._kv is not None, "no K,V was appended to this layer"
+        return self._kv[1].shape
 
     def append(self, unit: Unit, k_BLGH: torch.Tensor, v_BLGH: torch.Tensor) -> None:
         """Copy the K,V of one slice into its slot."""
@@ -86,6 +97,12 @@ class LayerStore:
         The order of the slices inside the views is the plan's, see `SlotPlan.slices_in`.
         """
         return self._slots(self._kv, *self._plan.past(unit))
+
+    def rows(self, unit: Unit, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
+        """K,V of some past tokens of the unit's microbatch, ``(k_BKGH, v_BKGH)``, in the order of tokens; copies."""
+        assert self._kv is not None, "no K,V was appended to this layer"
+        parts = [self._token_views(self._kv, unit, run, low=0) for run in self._by_slice(runs)]
+        return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
 
     def keep(self, unit: Unit, out_BLNH: torch.Tensor, lse_BNL: torch.Tensor) -> None:
         """Keep a slice's attention output and LSE for its recompute."""
@@ -111,6 +128,22 @@ class LayerStore:
         for carry, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
             carry.add_(x)
 
+    def add_rows_gradient(self, unit: Unit, runs: Runs, dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor) -> None:
+        """Add what another rank has computed for the dK,dV of some past tokens, in the order of tokens."""
+        if self._carry is None:
+            low, high = self._plan.past(unit)
+            k_BKGH, v_BKGH = self._slots(self._kv, low, high)
+            wide = wide_dtype(k_BKGH.dtype)
+            self._carry = torch.zeros_like(k_BKGH, dtype=wide), torch.zeros_like(v_BKGH, dtype=wide)
+            self._carry_low = low
+        carry, start = self._carry, 0
+        for run in self._by_slice(runs):
+            views = self._token_views(carry, unit, run, low=self._carry_low)
+            length = run[1] - run[0]
+            for view, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
+                view.add_(x.narrow(1, start, length))
+            start += length
+
     def take_gradient(
         self, unit: Unit, dk_BLGH: torch.Tensor, dv_BLGH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +162,22 @@ class LayerStore:
         if low == high:
             self._carry = None
         return dk_BLGH, dv_BLGH
+
+    def _by_slice(self, runs: Runs) -> Iterator[Run]:
+        """Cuts runs where one slice ends and the next begins: their slots need not be neighbours."""
+        for start, stop in runs:
+            while start < stop:
+                end = min(stop, start - start % self._slice_len + self._slice_len)
+                yield start, end
+                start = end
+
+    def _token_views(
+        self, pair: tuple[torch.Tensor, torch.Tensor], unit: Unit, run: Run, *, low: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of tokens of one slice in buffers that begin with slot ``low``."""
+        slice_index, offset = divmod(run[0], self._slice_len)
+        start = (self._plan.slot(unit._replace(slice=slice_index)) - low) * self._slice_len + offset
+        return pair[0].narrow(1, start, run[1] - run[0]), pair[1].narrow(1, start, run[1] - run[0])
 
     def _slots(
         self, pair: tuple[torch.Tensor, torch.Tensor] | None, low: int, high: int

@@ -17,6 +17,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from slimpipe.program.runs import Run, Runs, intersect
+
 
 @dataclass(frozen=True)
 class Block:
@@ -142,35 +144,50 @@ class Documents:
     def past_mask(self, slice_index: int, slots: Sequence[int]) -> Mask | None:
         """The mask of a slice's queries on past keys; None if every query sees them all.
 
-        Only the document that spans the start of the slice has keys in the past, so a row's first queries, up to the
-        first document start, all see the same keys, and its later queries see none.
-
         Args:
             slice_index: The slice of the queries.
             slots: The slice that each slot of the past K,V view holds, in the order of the view. Any order.
         """
         assert all(0 <= held < slice_index for held in slots), f"slots {slots} hold more than the past of {slice_index}"
+        L = self.slice_len
+        return self.part_mask(slice_index, [(held * L, (held + 1) * L) for held in slots])
+
+    def part_mask(
+        self, slice_index: int, layout: Sequence[Run], *, rows: Runs | None = None, num_rows: int | None = None
+    ) -> Mask | None:
+        """The mask of a slice's queries on some past keys; None if every query sees all keys of the view.
+
+        Only the document that spans the start of the slice has keys in the past, so a row's first queries, up to the
+        first document start, all see the same keys, and its later queries see none.
+
+        Args:
+            slice_index: The slice of the queries.
+            layout: The past tokens that the K,V view holds, in the order of the view. Any order.
+            rows: Those of them to attend to; None for all.
+            num_rows: Batch rows, where `starts` does not tell.
+        """
         L, begin = self.slice_len, slice_index * self.slice_len
-        rows = []
-        for starts in self.starts:
+        blocks = []
+        for starts in self.starts or ((0,),) * (num_rows or 0):
             after = bisect.bisect_left(starts, begin)  # starts[after - 1] is the document that reaches into the slice
             num_queries = min(starts[after] - begin, L) if after < len(starts) else L
-            keys = _visible_runs(starts[after - 1], slots, L) if num_queries else []
-            rows.append([(slice(0, num_queries), run) for run in keys])
-        return _mask_from_rows(rows, num_queries=L, num_keys=len(slots) * L)
+            visible = ((starts[after - 1], begin),) if rows is None else intersect(rows, ((starts[after - 1], begin),))
+            keys = _visible_runs(visible, layout) if num_queries else []
+            blocks.append([(slice(0, num_queries), run) for run in keys])
+        return _mask_from_rows(blocks, num_queries=L, num_keys=sum(stop - start for start, stop in layout))
 
 
-def _visible_runs(first_token: int, slots: Sequence[int], slice_len: int) -> list[slice]:
-    """The key ranges of a slot view that hold tokens from first_token on, with adjacent ranges joined."""
+def _visible_runs(visible: Runs, layout: Sequence[Run]) -> list[slice]:
+    """The key ranges of a view that hold the visible tokens, with adjacent ranges joined."""
     runs: list[slice] = []
-    for place, held in enumerate(slots):
-        hidden = max(first_token - held * slice_len, 0)
-        if hidden >= slice_len:
-            continue
-        begin, end = place * slice_len + hidden, (place + 1) * slice_len
-        if runs and runs[-1].stop == begin:
-            begin = runs.pop().start
-        runs.append(slice(begin, end))
+    place = 0
+    for start, stop in layout:
+        for low, high in intersect(visible, ((start, stop),)):
+            begin, end = place + low - start, place + high - start
+            if runs and runs[-1].stop == begin:
+                begin = runs.pop().start
+            runs.append(slice(begin, end))
+        place += stop - start
     return runs
 
 

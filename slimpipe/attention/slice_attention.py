@@ -1,8 +1,9 @@
 """Causal attention that a pipeline may run slice by slice: the maths of design 1.3.
 
 Attention of slice i = causal attention on its own K,V, merged by log-sum-exp with full attention on the K,V of slices
-0..i-1. Backward of slice i uses the merged output and LSE for both parts and yields dK,dV for all slices <= i; what
-belongs to earlier slices is added up in fp32 or wider until their own backward takes it.
+0..i-1. Backward of slice i uses the merged output and LSE for every part and yields dK,dV for all slices <= i; what
+belongs to earlier slices is added up in fp32 or wider until their own backward takes it. Of the past, other ranks may
+compute parts meanwhile (`slimpipe.attention.helper`).
 
 Shapes: B batch, L slice (the whole sequence outside a slimpipe schedule), K past tokens, N query heads, G K,V heads, H
 head dim.
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimpipe.attention.context import Phase, SliceContext
+from slimpipe.attention.context import SliceContext
+from slimpipe.attention.events import Phase
 from slimpipe.attention.kernels import AttentionKernel, choose_kernel, merge
-from slimpipe.attention.kernels.merge import wide_dtype
 from slimpipe.attention.kv_store import LayerStore
 from slimpipe.attention.mask import Documents, Mask
+from slimpipe.dtypes import wide_dtype
 from slimpipe.options import check_kernel_name
+from slimpipe.program import Unit
 from slimpipe.torch_private import hidden_from_dispatch_modes
 
 
@@ -152,16 +155,22 @@ class _SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse = ctx.saved_tensors
         context, layer, kernel, scale = ctx.args
-        unit = context.unit
+        unit, sharing = context.unit, context.sharing
+        sharing.begin(Phase.BACKWARD, layer, (q, dout, out, lse), kernel=kernel, scale=scale)
         dq, dk, dv = kernel.backward(
             dout, q, *layer.own(unit), out, lse, causal=True, mask=context.own_mask, scale=scale
         )
-        if context.sees_past:
+        sharing.serve()
+        dq = dq.to(wide_dtype(dq.dtype))
+        past_mask = context.past_mask(len(q))
+        if _sees_past(unit, past_mask):
             dq_past, dk_past, dv_past = kernel.backward(
-                dout, q, *layer.past(unit), out, lse, causal=False, mask=context.past_mask, scale=scale
+                dout, q, *layer.past(unit), out, lse, causal=False, mask=past_mask, scale=scale
             )
-            dq = dq.to(wide_dtype(dq.dtype)).add_(dq_past)
+            dq.add_(dq_past)
             layer.add_past_gradient(unit, dk_past, dv_past)
+        for (dq_moved,) in sharing.replies():
+            dq.add_(dq_moved)
         dk, dv = layer.take_gradient(unit, dk, dv)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
 
@@ -170,9 +179,19 @@ def _attend(
     q: Tensor, context: SliceContext, layer: LayerStore, kernel: AttentionKernel, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of q, and LSE, of one slice."""
-    unit = context.unit
+    unit, sharing = context.unit, context.sharing
+    sharing.begin(Phase.FORWARD, layer, (q,), kernel=kernel, scale=scale)
     out, lse = kernel.forward(q, *layer.own(unit), causal=True, mask=context.own_mask, scale=scale)
-    if context.sees_past:
-        past = kernel.forward(q, *layer.past(unit), causal=False, mask=context.past_mask, scale=scale)
+    sharing.serve()
+    past_mask = context.past_mask(len(q))
+    if _sees_past(unit, past_mask):
+        past = kernel.forward(q, *layer.past(unit), causal=False, mask=past_mask, scale=scale)
         out, lse = merge(out, lse, *past)
+    for moved in sharing.replies():
+        out, lse = merge(out, lse, *moved)
     return out.to(q.dtype), lse
+
+
+def _sees_past(unit: Unit, past_mask: Mask | None) -> bool:
+    """Whether any query sees any past key on this rank."""
+    return unit.slice > 0 and not (past_mask is not None and past_mask.sees_nothing)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slimpipe.options import SlimPipeOptions
-from slimpipe.program.ir import Instruction, Op, Unit
+from slimpipe.program.cost import ExchangeCosts
+from slimpipe.program.exchange import plan_exchange
+from slimpipe.program.ir import Instruction, Op, Transfer, Unit
 from slimpipe.program.order import backward_tick, forward_order, forward_tick, hop_ticks
 from slimpipe.program.program import Program
 
@@ -20,6 +22,7 @@ def build_program(
     layers_per_stage: tuple[int, ...] | None = None,
     forward_only: bool = False,
     options: SlimPipeOptions | None = None,
+    exchange_costs: ExchangeCosts | None = None,
 ) -> Program:
     """Builds the program of one step.
 
@@ -28,10 +31,13 @@ def build_program(
         num_slices: equal slices per microbatch; at least ``num_ranks``.
         num_stages_per_rank: stages on each rank; local stage j of rank r is global stage j * num_ranks + r.
         num_microbatches: microbatches per step.
-        slice_len: tokens per slice. Has no influence on the order of units.
+        slice_len: tokens per slice. Has no influence on the order of units, but on what the exchange moves.
         layers_per_stage: layers of each global stage. Has no influence on the order of units.
         forward_only: leave out everything backward, for evaluation.
-        options: the options of the schedule. None of them has an influence on the order of units yet.
+        options: the options of the schedule; those of the exchange say who helps whom. None has an influence on the
+            order of units. None: no exchange.
+        exchange_costs: what the exchange costs and saves. Without it ``context_exchange = "auto"`` moves nothing, and
+            "on" moves all that levels the loads.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -48,19 +54,24 @@ def build_program(
     if not isinstance(options, SlimPipeOptions | None):
         raise TypeError(f"options = {options!r}: it must be SlimPipeOptions or None, not {type(options).__name__}")
 
+    computes = [
+        _compute_instructions(
+            rank, num_ranks, num_slices, num_stages_per_rank, num_microbatches, forward_only=forward_only
+        )
+        for rank in range(num_ranks)
+    ]
+    transfers = _transfers(computes, slice_len, num_stages_per_rank, options, exchange_costs)
     instructions = tuple(
         tuple(
             _with_messages(
-                _compute_instructions(
-                    rank, num_ranks, num_slices, num_stages_per_rank, num_microbatches, forward_only=forward_only
-                ),
+                _with_help(row, transfers, rank),
                 rank=rank,
                 num_ranks=num_ranks,
                 num_slices=num_slices,
                 num_stages=num_ranks * num_stages_per_rank,
             )
         )
-        for rank in range(num_ranks)
+        for rank, row in enumerate(computes)
     )
     return Program(
         num_ranks=num_ranks,
@@ -72,7 +83,40 @@ def build_program(
         forward_only=forward_only,
         num_ticks=1 + max(row[-1].tick for row in instructions),
         instructions=instructions,
+        transfers=transfers,
     )
+
+
+def _transfers(
+    computes: list[list[Instruction]],
+    slice_len: int,
+    num_stages_per_rank: int,
+    options: SlimPipeOptions | None,
+    costs: ExchangeCosts | None,
+) -> tuple[Transfer, ...]:
+    if options is None or options.context_exchange == "off" or len(computes) == 1:
+        return ()
+    if options.context_exchange == "auto" and costs is None:
+        return ()
+    return plan_exchange(
+        computes,
+        slice_len=slice_len,
+        granularity=options.exchange_granularity,
+        max_held_rows=options.exchange_max_slices * slice_len * num_stages_per_rank,
+        costs=costs if options.context_exchange == "auto" else None,
+    )
+
+
+def _with_help(computes: list[Instruction], transfers: tuple[Transfer, ...], rank: int) -> list[Instruction]:
+    """Adds help where the rank has no unit of its own in the phase of a tick."""
+    busy = {(compute.tick, compute.op.phase) for compute in computes}
+    helped: dict[tuple[int, Op], Unit] = {}
+    for transfer in transfers:
+        if transfer.helper == rank and (transfer.tick, transfer.phase) not in busy:
+            helped.setdefault((transfer.tick, transfer.phase), transfer.unit)
+    op_of = {Op.FORWARD: Op.HELP_FORWARD, Op.BACKWARD: Op.HELP_BACKWARD}
+    helps = [Instruction(tick, op_of[phase], unit) for (tick, phase), unit in helped.items()]
+    return sorted(computes + helps, key=lambda compute: (compute.tick, compute.op.phase is Op.BACKWARD))
 
 
 def _compute_instructions(
@@ -119,6 +163,8 @@ def _with_messages(
         if compute is None:
             continue
         yield compute
+        if compute.op not in done:
+            continue
         units = done[compute.op]
         units.append(compute.unit)
         if len(units) > delay[compute.op]:

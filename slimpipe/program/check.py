@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from slimpipe.program.check_exchange import Moment, check_exchange, meetings
 from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Instruction, Op, Unit
 from slimpipe.program.order import backward_tick, forward_tick, live_units
-from slimpipe.program.program import Program
+from slimpipe.program.program import Program, ProgramError
 
 _MAX_POSTED_RECEIVES = 2
 _COMPUTE_OF = {
@@ -25,18 +27,15 @@ _RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
 _SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
 
 
-class ProgramError(Exception):
-    """A program breaks a rule; the message names the rank, the instruction and the rule."""
-
-
 def check(program: Program) -> None:
     """Proves a program.
 
     Guarantees that every unit runs exactly once on its rank; that what it needs was computed or received before; that
     slices of a microbatch run in order on each stage and backward in reverse; that the two ends of every channel agree
     on the order of messages, so that no tags are needed; that no more than two receives per pass are posted at a time;
-    that the ranks never wait for one another in a circle; that each rank's peak of live units is the schedule's; and
-    that every tick is the schedule's.
+    that ranks help one another as `check_exchange` asks; that the ranks never wait for one another in a circle; that
+    each rank's peak of live units is the schedule's; that every tick is the schedule's; and that every rank works
+    through the phases in ascending order.
 
     Raises:
         ProgramError: at the first rule that is broken.
@@ -46,6 +45,7 @@ def check(program: Program) -> None:
         _check_messages(program, rank)
         _check_causality(program, rank)
     _check_channels(program)
+    check_exchange(program)
     _check_runs(program)
     for rank in range(program.num_ranks):
         _check_live_units(program, rank)
@@ -83,7 +83,8 @@ def _check_messages(program: Program, rank: int) -> None:
         if key in position:
             raise ProgramError(f"rank {rank} has {instruction} twice")
         position[key] = index
-        if program.rank_of(instruction.unit.stage) != rank:
+        helps = instruction.op in (Op.HELP_FORWARD, Op.HELP_BACKWARD)
+        if not helps and program.rank_of(instruction.unit.stage) != rank:
             raise ProgramError(f"rank {rank} has {instruction}, of a stage that it does not hold")
         peer = _peer(program, rank, instruction.op, instruction.unit)
         if instruction.peer != peer:
@@ -111,7 +112,7 @@ def _check_messages(program: Program, rank: int) -> None:
 
 def _peer(program: Program, rank: int, op: Op, unit: Unit) -> int | None:
     """Rank at the other end, or None where ``op`` of ``unit`` is no message."""
-    if op in (Op.FORWARD, Op.BACKWARD):
+    if op.phase is not None:
         return None
     towards_last = op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
     stage = unit.stage + 1 if towards_last else unit.stage - 1
@@ -169,46 +170,65 @@ def _check_channels(program: Program) -> None:
 def _check_runs(program: Program) -> None:
     """Runs all ranks against one another, each until it has to wait, until all are done or none can go on.
 
-    A compute instruction waits for its message to be sent. A send waits while two earlier sends of its channel are
-    unmatched. The proof lets a receive match only when its compute instruction is reached: posted earlier, it can only
-    make the others wait less.
+    A compute instruction waits for its message to be sent, and then until all ranks that are joined to this one by
+    transfers have come as far. A send waits while two earlier sends of its channel are unmatched. The proof lets a
+    receive match only when its compute instruction is reached, and joined ranks only go on together: in a run, where
+    receives are posted earlier and ranks wait for less, they can only wait less.
     """
-    num_sent: Counter[Channel] = Counter()
-    num_matched: Counter[Channel] = Counter()
-    runs = [_run_rank(program, rank, num_sent, num_matched) for rank in range(program.num_ranks)]
+    state = _State()
+    met = meetings(program)
+    runs = [_run_rank(program, rank, state, met) for rank in range(program.num_ranks)]
     waiting: dict[int, Instruction] = {}
     progress = True
     while progress:
-        progress = False
-        before = num_sent.total(), num_matched.total()
+        before = state.progress()
         waiting = {rank: stop for rank, run in enumerate(runs) if (stop := next(run, None)) is not None}
-        progress = before != (num_sent.total(), num_matched.total())
+        progress = before != state.progress()
     if waiting:
         stops = "; ".join(f"rank {rank} at {instruction}" for rank, instruction in waiting.items())
         raise ProgramError(f"the ranks wait for one another: {stops}")
 
 
+@dataclass(frozen=True)
+class _State:
+    """How far the ranks have come in running against one another."""
+
+    num_sent: Counter[Channel] = field(default_factory=Counter)
+    num_matched: Counter[Channel] = field(default_factory=Counter)
+    arrived: set[tuple[int, Moment]] = field(default_factory=set)
+    """Ranks at the moments at which they meet others."""
+
+    def progress(self) -> tuple[int, int, int]:
+        return self.num_sent.total(), self.num_matched.total(), len(self.arrived)
+
+
 def _run_rank(
-    program: Program, rank: int, num_sent: Counter[Channel], num_matched: Counter[Channel]
+    program: Program, rank: int, state: _State, met: dict[tuple[int, Moment], frozenset[int]]
 ) -> Iterator[Instruction]:
     """One rank's run; yields the instruction at which it has to wait."""
     posted: dict[tuple[Op, Unit], Channel] = {}
     for instruction in program.instructions[rank]:
-        _, op, unit, peer = instruction
-        if peer is None:
+        tick, op, unit, _ = instruction
+        if op.phase is not None:
             channel = posted.pop((op, unit), None)
             if channel is not None:
-                num_matched[channel] += 1
-                while num_sent[channel] < num_matched[channel]:
+                state.num_matched[channel] += 1
+                while state.num_sent[channel] < state.num_matched[channel]:
+                    yield instruction
+            moment = tick, op.phase
+            joined = {(other, moment) for other in met.get((rank, moment), ())}
+            if joined:
+                state.arrived.add((rank, moment))
+                while not joined <= state.arrived:
                     yield instruction
         else:
             channel = instruction.channel(rank)
             if channel.destination == rank:
                 posted[_COMPUTE_OF[op], unit] = channel
                 continue
-            while num_sent[channel] - num_matched[channel] >= MAX_UNMATCHED_SENDS:
+            while state.num_sent[channel] - state.num_matched[channel] >= MAX_UNMATCHED_SENDS:
                 yield instruction
-            num_sent[channel] += 1
+            state.num_sent[channel] += 1
 
 
 def _check_live_units(program: Program, rank: int) -> None:
@@ -234,7 +254,8 @@ def _check_ticks(program: Program, rank: int) -> None:
                 tick = backward_tick(index, rank=rank, **shape)
             if instruction.tick != tick:
                 raise ProgramError(f"rank {rank}: {instruction}: the schedule runs it at tick {tick}")
-            now = tick, instruction.op is Op.BACKWARD
+        if instruction.op.phase is not None:
+            now = instruction.tick, instruction.op.phase is Op.BACKWARD
         else:
             now = instruction.tick, previous[1] and instruction.tick == previous[0]
         if now < previous:

@@ -7,12 +7,17 @@ next.
 
 Messages travel on one channel per directed pair of ranks and direction of the pass, (source, destination, forward or
 backward). A channel is first-in first-out.
+
+A tick has two *phases*, in which all ranks run forward and all run backward. In each, ranks with long contexts may hand
+part of their attention to ranks with short ones or with no unit at all: a `Transfer` says what.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
+
+from slimpipe.program.runs import Runs, num_rows
 
 MAX_UNMATCHED_SENDS = 2
 """Sends of one channel that may be under way before their receives are posted; the next send waits. Every program can
@@ -39,6 +44,17 @@ class Op(Enum):
     """Run ``unit`` backward."""
     SEND_BACKWARD = "SB"
     """Send the gradient of ``unit``'s input to the rank of the stage before."""
+    HELP_FORWARD = "HF"
+    """Without a unit of its own to run forward at this tick, the rank helps others with theirs, ``unit`` among them."""
+    HELP_BACKWARD = "HB"
+    """The same for backward."""
+
+    @property
+    def phase(self) -> Op | None:
+        """`FORWARD` or `BACKWARD` for what computes in that phase, units and help; None for messages."""
+        if self in (Op.FORWARD, Op.HELP_FORWARD):
+            return Op.FORWARD
+        return Op.BACKWARD if self in (Op.BACKWARD, Op.HELP_BACKWARD) else None
 
 
 class Unit(NamedTuple):
@@ -51,6 +67,33 @@ class Unit(NamedTuple):
 
     def __str__(self) -> str:
         return f"microbatch {self.microbatch}, stage {self.stage}, slice {self.slice}"
+
+
+class Transfer(NamedTuple):
+    """Part of the attention of one unit that another rank computes, in every attention layer of the unit's stage.
+
+    The owner of the unit sends its queries (in backward also the gradient of the output, the output and the LSE) and
+    those K,V rows that the helper does not hold; the helper returns output and LSE (in backward the gradient of the
+    queries, and those of the K,V rows that it lets go). Token indices count from the start of the microbatch.
+    """
+
+    tick: int
+    phase: Op
+    """`Op.FORWARD` or `Op.BACKWARD`: in which phase of the tick."""
+    unit: Unit
+    helper: int
+    rows: Runs
+    """Past tokens on which the helper computes."""
+    sent: Runs
+    """Those of them whose K,V the owner sends; the helper holds the others from an earlier transfer of the phase."""
+    dropped: Runs
+    """Those of them whose K,V the helper lets go afterwards; in backward it returns their dK,dV, added up."""
+
+    def __str__(self) -> str:
+        return (
+            f"transfer of {num_rows(self.rows)} rows of {self.unit} to rank {self.helper} "
+            f"({self.phase.name.lower()}, tick {self.tick})"
+        )
 
 
 class Channel(NamedTuple):

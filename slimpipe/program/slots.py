@@ -9,7 +9,9 @@ peak, whereas the peaks of its stages add up to more (by half for two stages on 
 
 How few slots are enough? Never fewer than the peak; let it be q microbatches and d slices more. With no slot to spare,
 each slice goes where one was just freed. For one stage that is enough for q = 1, for d = 0, and up to 2 q microbatches;
-otherwise min(d, n - d) more are needed. For several stages a search tells; it finds the peak or little more for two.
+otherwise min(d, n - d) more are needed. With just 2 q microbatches and five ranks or more the search may not find the
+placement without them in the steps that it is given. For several stages a search tells; it finds the peak or little
+more for two.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class StepShape(NamedTuple):
     num_stages_per_rank: int
     num_microbatches: int
     seq_dim: int
+    exchange: int
+    """Hash of the options of the context exchange."""
     num_failures: int
     """Steps that failed so far."""
 
@@ -42,6 +44,7 @@ _NAMES = {
     "num_stages_per_rank": "the number of stages per rank",
     "num_microbatches": "n_microbatches",
     "seq_dim": "SlimPipeOptions.seq_dim",
+    "exchange": "context_exchange, exchange_granularity or exchange_max_slices (a hash of the three is shown)",
     "num_failures": "the number of steps that failed: a schedule can go on only after a step that failed on all ranks",
 }
 

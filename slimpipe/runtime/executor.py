@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from slimpipe.attention.events import Alone, Learner, Phase, Sharing
+from slimpipe.attention.helper import Exchange
 from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.options import SlimPipeOptions
 from slimpipe.program import Channel, Instruction, Op, Program, SlotPlan, Unit, plan_slots
@@ -43,6 +45,12 @@ class StepRecord:
     """Most sends under way on one channel."""
     peak_message_bytes: int = 0
     """Bytes of both."""
+    peak_held_bytes: int = 0
+    """Of K,V and dK,dV held for other ranks."""
+    exchange_bytes: int = 0
+    """Bytes that this rank sent to give away, or take over, attention; counted always, as are the seconds."""
+    exchange_wait_seconds: float = 0.0
+    """Time this rank waited in the exchange."""
     times: list[InstructionTime] = field(default_factory=list)
 
 
@@ -73,6 +81,7 @@ class Executor:
         transport: The rank's channels; None when one rank holds every stage.
         options: Options of the schedule.
         meter: Where saved bytes are counted; None to count nothing.
+        exchange: This rank's part in the program's transfers; None if it has none.
     """
 
     def __init__(
@@ -84,8 +93,13 @@ class Executor:
         transport: Transport | None,
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._program, self._rank, self._stages = program, rank, stages
+        assert exchange is not None or not program.transfers, "the program has transfers and nothing to run them"
+        self._exchange = exchange
+        self.learners: dict[int, Learner] | None = None
+        """By stage, what learns the attention events of the next step for later exchange; None to learn nothing."""
+        self.program, self._rank, self._stages = program, rank, stages
         self._plans = _plan_together(program, stages)
         self._buffers: dict[int, list[SlotBuffers]] = {}
         """By number of attention layers, see `_plan_together`."""
@@ -97,6 +111,8 @@ class Executor:
             Op.RECEIVE_BACKWARD: self._receive_backward,
             Op.BACKWARD: self._backward,
             Op.SEND_BACKWARD: self._send_backward,
+            Op.HELP_FORWARD: self._help,
+            Op.HELP_BACKWARD: self._help,
         }
         instructions = program.instructions[rank]
         self._last_backward = {i.unit.stage: i.unit for i in instructions if i.op is Op.BACKWARD}
@@ -113,8 +129,10 @@ class Executor:
         Raises:
             PipelineError: A message failed; names the rank, the instruction and its stage.
         """
-        step = _Step(batch, self._program.num_microbatches, loss_kwargs=loss_kwargs, keep_outputs=keep_outputs)
+        step = _Step(batch, self.program.num_microbatches, loss_kwargs=loss_kwargs, keep_outputs=keep_outputs)
         self.record = StepRecord()
+        if self._exchange is not None:
+            self._exchange.begin(batch.documents)
         if self._meter is not None:
             self._meter.exclude(batch.tensors())
         for index, stage in self._stages.items():
@@ -123,7 +141,7 @@ class Executor:
             stage.begin(plan, buffers, keep_output=self._options.keep_attention_output, meter=self._meter)
         instruction: Instruction | None = None
         try:
-            for instruction in self._program.instructions[self._rank]:
+            for instruction in self.program.instructions[self._rank]:
                 start, step.waited = time.perf_counter(), 0.0
                 self._handlers[instruction.op](step, instruction)
                 if self._options.record_times:
@@ -132,6 +150,10 @@ class Executor:
             instruction = None
             if self._transport is not None:
                 self._transport.finish()
+            if self._exchange is not None:
+                self._exchange.finish()
+                self.record.exchange_bytes = self._exchange.sent_bytes
+                self.record.exchange_wait_seconds = self._exchange.waited
         except BaseException as error:
             where = "waiting for its last sends" if instruction is None else instruction
             error.add_note(f"slimpipe: pipeline rank {self._rank} was at: {where}")
@@ -148,18 +170,26 @@ class Executor:
         """Bytes of the K,V buffers now."""
         return sum(buffers.num_bytes for layers in self._buffers.values() for buffers in layers)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held for other ranks now."""
+        return 0 if self._exchange is None else self._exchange.held_bytes
+
     # Instructions ----------------------------------------------------------------------------------------------------
 
     def _forward(self, step: _Step, instruction: Instruction) -> None:
         unit = instruction.unit
         stage = self._stages[unit.stage]
+        sharing = self._sharing(instruction)
         output, loss = stage.forward(
             unit,
             step.batch,
             None if stage.is_first else self._take(step, Op.RECEIVE_FORWARD, instruction),
             loss_kwargs=step.loss_kwargs,
-            with_backward=not self._program.forward_only,
+            with_backward=not self.program.forward_only,
+            sharing=sharing,
         )
+        sharing.finish()
         if loss is not None:
             before = step.losses[unit.microbatch]
             step.losses[unit.microbatch] = loss if before is None else before + loss
@@ -176,10 +206,23 @@ class Executor:
         gradient = None if stage.is_last else self._take(step, Op.RECEIVE_BACKWARD, instruction)
         if unit == self._last_backward[unit.stage]:
             stage.sync_gradients()
-        gradient = stage.backward(unit, gradient)
+        sharing = self._sharing(instruction)
+        gradient = stage.backward(unit, gradient, sharing=sharing)
+        sharing.finish()
         if gradient is not None:
             step.made[Op.SEND_BACKWARD, unit] = gradient
         self._measure()
+
+    def _help(self, step: _Step, instruction: Instruction) -> None:
+        self._sharing(instruction).finish()
+        self._measure()
+
+    def _sharing(self, instruction: Instruction) -> Sharing:
+        """What this rank does with others while it runs a compute instruction."""
+        if self.learners is not None:
+            phase = Phase.FORWARD if instruction.op is Op.FORWARD else Phase.BACKWARD
+            return self.learners[instruction.unit.stage].phase(phase)
+        return Alone() if self._exchange is None else self._exchange.phase(instruction)
 
     def _receive_forward(self, step: _Step, instruction: Instruction) -> None:
         self._receive(step, instruction, None)
@@ -245,6 +288,7 @@ class Executor:
             self._meter.read()
             record.peak_kv_bytes = max(record.peak_kv_bytes, self.kv_bytes)
             record.peak_carry_bytes = max(record.peak_carry_bytes, sum(stage.carry_bytes for stage in stages))
+            record.peak_held_bytes = max(record.peak_held_bytes, self.held_bytes)
 
     def _measure_messages(self, step: _Step) -> None:
         if self._meter is None:
@@ -264,6 +308,8 @@ class Executor:
         self._buffers.clear()
         if self._transport is not None:
             self._transport.drop()
+        if self._exchange is not None:
+            self._exchange.drop()
 
 
 def _plan_together(program: Program, stages: dict[int, Stage]) -> dict[int, SlotPlan]:

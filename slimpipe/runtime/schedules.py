@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,11 @@ from slimpipe.program import Program, build_program
 from slimpipe.runtime.agreement import StepShape, agree
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.executor import Executor, StepRecord
+from slimpipe.runtime.executors import Executors
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
 from slimpipe.runtime.refusals import check_loss_fn, refuse_tied_weights
 from slimpipe.runtime.stage import Stage
-from slimpipe.torch_private import group_timeout
-from slimpipe.transport import Transport
 
 
 class _SlimPipe:
@@ -49,7 +49,9 @@ class _SlimPipe:
         self.num_slices = num_slices
         self._torch_stages = stages
         self._n_microbatches = n_microbatches
-        self.program: Program = self._build_program(forward_only=False)
+        self._build = functools.partial(build_program, first.group_size, num_slices, len(stages), n_microbatches)
+        self.program: Program = self._build()
+        """Of the last training step; before the first, without exchange."""
         wanted = [first.group_rank + j * first.group_size for j in range(len(stages))]
         given = [getattr(stage, "stage_index", index) for stage, index in zip(stages, wanted, strict=True)]
         if given != wanted:
@@ -57,10 +59,8 @@ class _SlimPipe:
                 f"rank {first.group_rank} was given stages {given}; it must hold stages {wanted}, in this order"
             )
         self._stages_by_index: dict[int, Stage] = {}
-        self._executors: dict[bool, Executor] = {}
-        self._transport: Transport | None = None
+        self._executors: Executors | None = None
         self._meter: MemoryMeter | None = None
-        self._last_sizes: tuple[int, int, bool] | None = None
         self._record = StepRecord()
         self._num_failures = 0
 
@@ -123,12 +123,13 @@ class _SlimPipe:
         except BaseException:
             # Messages of this step may still be on their way; the next step gets channels that know nothing of it. The
             # old groups stay: destroying one can wait for a peer that hangs.
-            self._transport = None
-            self._executors.clear()
+            self._executors = None
             self._num_failures += 1
             raise
+        assert self._executors is not None
+        self._executors.done(shape, executor)
         if self._has_backward:
-            self._record = executor.record
+            self._record, self.program = executor.record, executor.program
         if losses is not None and self._holds_last:
             losses[:] = step_losses
         if not (return_outputs and self._holds_last):
@@ -143,21 +144,31 @@ class _SlimPipe:
         finally:
             self._has_backward = has_backward
 
-    def metrics(self) -> dict[str, int]:
-        """What the last step measured on this rank.
+    def metrics(self) -> dict[str, float]:
+        """What the last training step measured on this rank.
 
         Returns:
-            ``num_slices``; ``peak_live_units``; and where ``SlimPipeOptions.measure_memory`` is on ``peak_live_bytes``
-            (held for backward: saved by autograd, K,V, inputs), ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting) and
-            ``message_bytes`` at their peaks.
+            ``num_slices``; ``peak_live_units``; of the context exchange ``exchange_bytes`` (sent by this rank),
+            ``exchange_wait_seconds`` (spent waiting for its messages) and ``attention_load_max_over_mean`` (see
+            `Program.load_max_over_mean`; 1 is perfect). Where ``SlimPipeOptions.measure_memory`` is on
+            ``peak_live_bytes`` (held for backward: saved by autograd, K,V, inputs, rows held for others),
+            ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting), ``exchange_held_bytes`` (K,V and dK,dV held for others)
+            and ``message_bytes`` (of the pipeline, not of the exchange) at their peaks.
         """
         record = self._record
-        metrics = {"num_slices": self.num_slices, "peak_live_units": record.peak_live_units}
+        metrics: dict[str, float] = {
+            "num_slices": self.num_slices,
+            "peak_live_units": record.peak_live_units,
+            "exchange_bytes": record.exchange_bytes,
+            "exchange_wait_seconds": record.exchange_wait_seconds,
+            "attention_load_max_over_mean": self.program.load_max_over_mean,
+        }
         if self._meter is not None:
             metrics |= {
                 "peak_live_bytes": self._meter.peak_bytes,
                 "kv_bytes": record.peak_kv_bytes,
                 "carry_bytes": record.peak_carry_bytes,
+                "exchange_held_bytes": record.peak_held_bytes,
                 "message_bytes": record.peak_message_bytes,
             }
         return metrics
@@ -169,10 +180,9 @@ class _SlimPipe:
 
     def close(self) -> None:
         """Destroy the process groups that the schedule created. Collective over the pipeline's ranks."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
-        self._executors.clear()
+        if self._executors is not None:
+            self._executors.close()
+            self._executors = None
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -220,6 +230,7 @@ class _SlimPipe:
             num_stages_per_rank=self.program.num_stages_per_rank,
             num_microbatches=self._n_microbatches,
             seq_dim=self.options.seq_dim,
+            exchange=self.options.exchange_hash,
             num_failures=self._num_failures,
         )
         return agree(mine, error, group=self._group, device=first.device)
@@ -244,47 +255,25 @@ class _SlimPipe:
         if self.options.measure_memory:
             self._meter = MemoryMeter(
                 [stage.submod for stage in stages.values()],
-                others=lambda: sum(executor.kv_bytes for executor in self._executors.values()),
+                others=lambda: 0 if self._executors is None else self._executors.num_bytes,
             )
         self._stages_by_index = stages
 
     def _executor(self, shape: StepShape) -> Executor:
         first = self._torch_stages[0]
-        group = self._group
-        timeout = None if group is None else group_timeout(group, first.device)
-        if self._transport is None and group is not None:
-            wraps = len(self._torch_stages) > 1
-            self._transport = Transport(group, wraps=wraps, device=first.device, timeout=timeout)
-        if self._transport is not None and timeout is not None and timeout != self._transport.timeout:
-            self._transport.set_timeout(timeout)  # torchtitan shortens its groups' timeouts after the first step
-        sizes = shape.seq_len, shape.num_tokens, self._has_backward
-        if self._transport is not None and sizes != self._last_sizes:
-            self._transport.forget_shapes()
-        self._last_sizes = sizes
-        if self._meter is not None and self._has_backward:
-            self._meter.reset_peak()
-        if self._has_backward not in self._executors:
-            program = self.program if self._has_backward else self._build_program(forward_only=True)
-            self._executors[self._has_backward] = Executor(
-                program,
+        if self._executors is None:
+            self._executors = Executors(
+                self._build,
                 rank=first.group_rank,
                 stages=self._stages_by_index,
-                transport=self._transport,
+                group=self._group,
+                device=torch.device(first.device),
                 options=self.options,
                 meter=self._meter,
             )
-        return self._executors[self._has_backward]
-
-    def _build_program(self, *, forward_only: bool) -> Program:
-        stages = self._torch_stages
-        return build_program(
-            stages[0].group_size,
-            self.num_slices,
-            len(stages),
-            self._n_microbatches,
-            forward_only=forward_only,
-            options=self.options,
-        )
+        if self._meter is not None and self._has_backward:
+            self._meter.reset_peak()
+        return self._executors.choose(shape)
 
 
 class ScheduleSlimPipe(_SlimPipe, PipelineScheduleSingle):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
-from slimpipe.attention.context import Phase, SliceContext, StageStore
+from slimpipe.attention.context import SliceContext, StageStore
+from slimpipe.attention.events import Phase, Sharing
 from slimpipe.attention.kernels import check_kernel_runs
 from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.attention.slice_attention import SliceAttention
@@ -119,8 +120,9 @@ class Stage:
         *,
         loss_kwargs: dict[str, Any] | None,
         with_backward: bool,
+        sharing: Sharing | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run one unit forward.
+        """Run one unit forward; ``sharing`` is what other ranks have to do with it.
 
         Returns:
             The stage's output, detached, and on the last stage its detached loss (None without a loss function).
@@ -132,6 +134,7 @@ class Stage:
             batch.documents[unit.microbatch],
             keep_output=self._keep_output and with_backward,
             kernel=self._kernel,
+            sharing=sharing,
         )
         args = batch.args(unit.microbatch, unit.slice) if received is None else (received,)
         if received is not None and with_backward:
@@ -149,14 +152,16 @@ class Stage:
             self._live[unit] = _Live(edge, received, context, held)
         return output.detach(), None if loss is None else loss.detach()
 
-    def backward(self, unit: Unit, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(
+        self, unit: Unit, gradient: torch.Tensor | None, *, sharing: Sharing | None = None
+    ) -> torch.Tensor | None:
         """Run one unit backward; ``gradient`` is that of its output, None on the last stage.
 
         Returns:
             Gradient of the received activation; None on the first stage.
         """
         live = self._live.pop(unit)
-        live.context.phase = Phase.BACKWARD
+        live.context.enter(Phase.BACKWARD, sharing)
         if live.edge is not None:
             torch.autograd.backward((live.edge,), None if gradient is None else (gradient,))
         if live.source is None:

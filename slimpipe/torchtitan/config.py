@@ -45,6 +45,29 @@ class SlimPipeSection:
     """Under activation checkpointing, keep each attention's output and LSE, so that recomputing a layer does not run
     its attention again."""
 
+    context_exchange: str = "auto"
+    """Whether ranks with long contexts hand part of their attention to others: on, off, or auto for wherever it saves
+    more time than its messages cost. It begins with the second step."""
+
+    exchange_granularity: int = 128
+    """Tokens that move together in the exchange."""
+
+    exchange_max_slices: int = 16
+    """Most K,V that a rank holds for others from one tick to a later, in slices of as many layers as a rank has. 0:
+    hold nothing, send every row anew at every tick."""
+
+    attention_flops: float | None = None
+    """FLOP per second of attention on one rank, for context_exchange = auto; `slimpipe measure-links` prints it.
+    By default measured after the first step."""
+
+    link_bandwidth: float | None = None
+    """Bytes per second between two pipeline ranks, for context_exchange = auto; `slimpipe measure-links` prints it.
+    By default measured after the first step."""
+
+    link_latency: float | None = None
+    """Seconds that the smallest message between two pipeline ranks takes, for context_exchange = auto; `slimpipe
+    measure-links` prints it. By default measured after the first step."""
+
     measure_memory: bool = False
     """Count the bytes that are held for backward and report their peak per rank among the metrics."""
 
@@ -69,12 +92,10 @@ class SlimPipeSection:
             raise type(error)(f"slimpipe.{str(error).removeprefix('SlimPipeOptions.')}") from None
 
     def options(self) -> SlimPipeOptions:
-        """The options of the schedule."""
+        """The options of the schedule: the fields that they have in common with this section."""
+        names = {option.name for option in dataclasses.fields(SlimPipeOptions)}
         return SlimPipeOptions(
-            kernel=self.kernel,
-            keep_attention_output=self.keep_attention_output,
-            measure_memory=self.measure_memory,
-            record_times=self.record_times,
+            **{item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name in names}
         )
 
     def num_stages_per_rank(self, schedule: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class TorchScheduleMeter:
         with self._meter.saving():
             yield
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self) -> Mapping[str, float]:
         """``peak_live_bytes`` of the last step."""
         return {"peak_live_bytes": self._meter.peak_bytes}
 
@@ -97,7 +97,7 @@ class SlimPipeMetrics(MetricsProcessor):
         extra = dict(extra_metrics or {})
         mine = self._figures()
         if self._source is not None:
-            everyone: list[dict[str, int] | None] = [None] * dist.get_world_size(self._group)
+            everyone: list[Mapping[str, float] | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(everyone, mine, group=self._group)
             for rank, figures in enumerate(everyone):
                 extra |= {f"slimpipe/{name}/rank_{rank}": value for name, value in (figures or {}).items()}
@@ -106,8 +106,8 @@ class SlimPipeMetrics(MetricsProcessor):
         self._write(mine)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
 
-    def _figures(self) -> dict[str, int]:
-        figures = {} if self._source is None else self._source.metrics()
+    def _figures(self) -> Mapping[str, float]:
+        figures: Mapping[str, float] = {} if self._source is None else self._source.metrics()
         if isinstance(self._source, TorchScheduleMeter) or "peak_live_bytes" not in figures:
             return figures
         assert self._source is not None
@@ -116,9 +116,9 @@ class SlimPipeMetrics(MetricsProcessor):
         num_units = program.num_slices * program.num_stages_per_rank
         whole_microbatch = figures["peak_live_bytes"] / figures["peak_live_units"] * num_units
         live_microbatches = min(program.num_ranks - dist.get_rank(self._group), program.num_microbatches)
-        return figures | {"one_f_one_b_bytes": round(whole_microbatch * live_microbatches)}
+        return {**figures, "one_f_one_b_bytes": round(whole_microbatch * live_microbatches)}
 
-    def _write(self, figures: dict[str, int]) -> None:
+    def _write(self, figures: Mapping[str, float]) -> None:
         """Replace this rank's file as a whole: a run that is stopped leaves no half-written one."""
         assert self._file is not None
         record: dict[str, Any] = {"rank": dist.get_rank(), **figures}

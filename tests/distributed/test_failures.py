@@ -3,91 +3,19 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import signal
-import time
-from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
-from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe
 from slimpipe.runtime import PipelineError
+from tests.distributed.failures import ACTS, TIMEOUT, build, ended, spring
+from tests.distributed.parity import TOLERANCE, Case, make_batch, run_step, unsliced
 from tests.distributed.test_memory import STATE
-from tests.distributed.test_parity import TOLERANCE, Case, make_batch, run_step, unsliced
 from tests.harness import run_ranks_outcomes
-from tests.model import Decoder, relative_error, stage_layers, sum_loss
+from tests.model import relative_error
 
-TIMEOUT = 5
-CASE = Case(p=3, n=6, m=2)
 MIDDLE = 1
-
-
-class Trap(torch.autograd.Function):
-    """Identity that calls back in backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.call()
-        return dy, None
-
-
-def build(case: Case):
-    """The schedule on a group with a short timeout, with the weights of `unsliced`."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    rank, num_stages = dist.get_rank(), case.num_stages
-    torch.manual_seed(0)
-    whole = Decoder(layers=range(num_stages)).state_dict()
-    parts = [
-        Decoder(layers=stage_layers(num_stages, num_stages)[i], is_first=i == 0, is_last=i == num_stages - 1)
-        for i in range(rank, num_stages, case.p)
-    ]
-    for part in parts:
-        part.load_state_dict({name: whole[name] for name in part.state_dict()})
-    stages = [
-        PipelineStage(part, rank + j * case.p, num_stages, torch.device("cpu"), group=group)
-        for j, part in enumerate(parts)
-    ]
-    settings = {"loss_fn": sum_loss, "num_slices": case.n}
-    if case.v == 1:
-        return ScheduleSlimPipe(stages[0], case.m, **settings), parts
-    return ScheduleInterleavedSlimPipe(stages, case.m, **settings), parts
-
-
-def spring(part: Decoder, phase: str, call_number: int, act) -> None:
-    """Make ``act`` happen in a stage's forward or backward of the unit of this number."""
-    calls = 0
-
-    def count() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call_number:
-            act()
-
-    if phase == "forward":
-        part.register_forward_pre_hook(lambda *_: count())
-    else:
-        part.register_forward_hook(lambda _module, _args, output: Trap.apply(output, count))
-
-
-def raise_error() -> None:
-    raise ArithmeticError("as the test wants it")
-
-
-ACTS = {
-    "raises": raise_error,
-    "exits": lambda: os._exit(3),
-    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hangs": lambda: time.sleep(1000),
-}
 
 
 def one_fails(how: str, phase: str, v: int) -> dict:
@@ -98,14 +26,7 @@ def one_fails(how: str, phase: str, v: int) -> dict:
     run_step(schedule, case, batch)  # channels exist, shapes are known
     if dist.get_rank() == MIDDLE:
         spring(parts[-1], phase, 4, ACTS[how])
-    start = time.monotonic()
-    try:
-        run_step(schedule, case, batch)
-    except Exception as error:
-        notes = "\n".join(getattr(error, "__notes__", []))
-        kind = type(error).__name__
-        return {"kind": kind, "text": str(error), "notes": notes, "seconds": time.monotonic() - start}
-    return {"kind": "nothing", "text": "", "notes": "", "seconds": time.monotonic() - start}
+    return ended(lambda: run_step(schedule, case, batch))
 
 
 @pytest.mark.parametrize(

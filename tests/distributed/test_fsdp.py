@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
-from tests.distributed.test_parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
+from tests.distributed.parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
 from tests.model import Decoder, relative_error, stage_layers, sum_loss
 
 DP = PP = 2
 
 
-def fsdp(v: int, m: int, reshard: bool, recompute: bool) -> list[tuple[str, float]]:
+def fsdp(v: int, m: int, reshard: bool, recompute: bool, exchange: str) -> list[tuple[str, float]]:
     """Runs on four ranks, dp = 2 x pp = 2: errors of this rank's gradients."""
     mesh = init_device_mesh("cpu", (DP, PP), mesh_dim_names=("dp", "pp"))
     dp_rank, pp_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
@@ -51,7 +51,8 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool) -> list[tuple[str, floa
         PipelineStage(part, pp_rank + j * PP, num_stages, torch.device("cpu"), group=mesh["pp"].get_group())
         for j, part in enumerate(parts)
     ]
-    settings = {"loss_fn": sum_loss, "num_slices": case.n, "options": SlimPipeOptions(measure_memory=True)}
+    options = SlimPipeOptions(measure_memory=True, context_exchange=exchange, exchange_granularity=1)
+    settings = {"loss_fn": sum_loss, "num_slices": case.n, "options": options}
     if v == 1:
         schedule = ScheduleSlimPipe(stages[0], m, **settings)
     else:
@@ -77,6 +78,7 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool) -> list[tuple[str, floa
     for evaluate, batch in ((False, batches[0]), (True, batches[1]), (False, batches[1])):
         counts = step(batch, evaluate)
         assert counts["c10d::_reduce_scatter_base_"] == (0 if evaluate else num_units), (evaluate, counts)
+    assert bool(schedule.program.transfers) == (exchange == "on")
     schedule.close()
     expected, _ = unsliced(whole_case, batches)
     return [
@@ -87,11 +89,19 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool) -> list[tuple[str, floa
 
 
 @pytest.mark.parametrize(
-    ("v", "m", "reshard", "recompute"),
-    [(1, 2, False, False), (2, 2, False, True), (1, 1, True, False), (2, 3, True, True)],
+    ("v", "m", "reshard", "recompute", "exchange"),
+    [
+        (1, 2, False, False, "off"),
+        (2, 2, False, True, "off"),
+        (1, 1, True, False, "off"),
+        (2, 3, True, True, "off"),
+        (2, 2, True, True, "on"),
+    ],
 )
-def test_fsdp_reduces_once_and_is_exact(rank_pool, v: int, m: int, reshard: bool, recompute: bool) -> None:
-    for rank, errors in enumerate(rank_pool(DP * PP).run(fsdp, v, m, reshard, recompute, timeout=120)):
+def test_fsdp_reduces_once_and_is_exact(
+    rank_pool, v: int, m: int, reshard: bool, recompute: bool, exchange: str
+) -> None:
+    for rank, errors in enumerate(rank_pool(DP * PP).run(fsdp, v, m, reshard, recompute, exchange, timeout=120)):
         assert errors
         for name, error in errors:
             assert error <= TOLERANCE, f"rank {rank}: {name} is off by {error:.1e}"

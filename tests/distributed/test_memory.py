@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
 from slimpipe.attention.context import SliceContext, StageStore
+from slimpipe.attention.held_rows import HeldRows
+from slimpipe.attention.helper import SharedPhase
 from slimpipe.attention.kv_store import LayerStore, SlotBuffers
+from slimpipe.mailbox import Letter
 from slimpipe.program.order import live_units
 from slimpipe.runtime.executor import PipelineError, _Step
 from slimpipe.runtime.meter import MemoryMeter
@@ -29,6 +33,7 @@ from tests.model import Decoder, stage_layers, sum_loss
 
 LAYERS_PER_STAGE = 2
 LIMIT = 1.03
+EXCHANGE = {"context_exchange": "on", "exchange_granularity": 1}
 # (p, n, v, rank) where no placement in contiguous ranges has as few K,V slots as two microbatches need: two slots more.
 MORE_SLOTS_FROM_THE_THIRD_MICROBATCH_ON = {(3, 3, 2, 0), (4, 4, 2, 0), (4, 5, 2, 0)}
 
@@ -36,7 +41,9 @@ MORE_SLOTS_FROM_THE_THIRD_MICROBATCH_ON = {(3, 3, 2, 0), (4, 4, 2, 0), (4, 5, 2,
 class Setting:
     """One rank's stages and schedule; layers of width 64 on slices of 64 tokens."""
 
-    def __init__(self, p: int, n: int, v: int, m: int, *, num_kv_heads: int = 4, recompute=False, group=None) -> None:
+    def __init__(
+        self, p: int, n: int, v: int, m: int, *, num_kv_heads: int = 4, recompute=False, group=None, exchange=None
+    ) -> None:
         self.p, self.n, self.v, self.m = p, n, v, m
         self.rank = dist.get_rank() if p > 1 else 0
         num_stages = p * v
@@ -63,7 +70,8 @@ class Setting:
             stages = [lonely_stage(part, index, num_stages) for part, index in zip(self.parts, indices)]
         self.seq_len = n * (64 if n >= 4 else 128)
         self.tokens, self.labels = torch.randint(0, 32, (2, m, self.seq_len)).unbind()
-        settings = {"loss_fn": sum_loss, "num_slices": n, "options": SlimPipeOptions(measure_memory=True)}
+        options = SlimPipeOptions(measure_memory=True, **exchange or {"context_exchange": "off"})
+        settings = {"loss_fn": sum_loss, "num_slices": n, "options": options}
         if v == 1:
             self.schedule = ScheduleSlimPipe(stages[0], m, **settings)
         else:
@@ -170,7 +178,8 @@ def growth(num_microbatches: list[int]) -> list[dict[str, int]]:
 
 def test_nothing_grows_with_microbatches(rank_pool) -> None:
     for results in rank_pool(2).run(growth, [3, 6, 12]):
-        kept = [{name: value for name, value in result.items() if name != "message_bytes"} for result in results]
+        names = {name for name in results[0] if name.endswith(("_bytes", "_units"))} - {"message_bytes"}
+        kept = [{name: result[name] for name in names} for result in results]
         assert kept[0] == kept[1] == kept[2]
         # How many sends are under way depends on how fast the peer is, but never more than two in each direction.
         hidden_bytes = 64 * 64 * 4
@@ -185,7 +194,7 @@ def test_meter_agrees_with_the_allocator(recompute: bool) -> None:
     """At every reading, the bytes that the allocator gave out and did not get back are those counted."""
     setting = Setting(1, 4, 1, 2, recompute=recompute)
     setting.step()  # gradients exist from here on
-    meter, executor = setting.schedule._meter, setting.schedule._executors[True]
+    meter, executor = setting.schedule._meter, setting.schedule._executors._plain[True]
     (stage,) = setting.schedule._stages_by_index.values()
     counted: list[int] = []
     read = meter.read
@@ -269,7 +278,8 @@ def test_peak_live_units_on_tensors(rank_pool, p: int) -> None:
 
 # Nothing is left -----------------------------------------------------------------------------------------------------
 
-STATE = (LayerStore, SlotBuffers, StageStore, SliceContext, _Live, _Step, Receive)
+RUNS = ("step", "eval", "step", "eval", "step")
+STATE = (HeldRows, Letter, SharedPhase, LayerStore, SlotBuffers, StageStore, SliceContext, _Live, _Step, Receive)
 
 
 def leftovers(before: set[int]) -> list[str]:
@@ -291,9 +301,9 @@ def no_garbage_collection():
         gc.enable()
 
 
-def what_is_left(p: int, v: int) -> list[list[str]]:
+def what_is_left(p: int, v: int, exchange: dict[str, Any] | None) -> list[list[str]]:
     group = dist.new_group(timeout=timedelta(seconds=5)) if p > 1 else None
-    setting = Setting(p, 4, v, 2, group=group)
+    setting = Setting(p, 4, v, 2, group=group, exchange=exchange)
     storages, _ = marked(setting)
     sent: list[tuple[StorageWeakRef, weakref.ref]] = []
     most_alive = 0
@@ -312,8 +322,8 @@ def what_is_left(p: int, v: int) -> list[list[str]]:
     try:
         with no_garbage_collection():
             before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
-            for run in (setting.schedule.step, setting.schedule.eval, setting.schedule.step):
-                losses = setting.step(run)
+            for name in RUNS:
+                losses = setting.step(getattr(setting.schedule, name))
                 assert all(loss.grad_fn is None for loss in losses)
                 del losses
                 found = leftovers(before)
@@ -350,9 +360,10 @@ def leftovers_of_a_failure(setting: Setting, before: set[int]) -> list[str]:
     return leftovers(before)
 
 
+@pytest.mark.parametrize("exchange", [None, EXCHANGE], ids=["alone", "exchange"])
 @pytest.mark.parametrize("v", [1, 2])
 @pytest.mark.parametrize("p", [1, 2])
-def test_nothing_is_left_after_a_step(rank_pool, p: int, v: int) -> None:
-    for rank, results in enumerate(rank_pool(p).run(what_is_left, p, v)):
-        for when, found in zip(("step", "eval", "second step", "step that raised"), results, strict=True):
+def test_nothing_is_left_after_a_step(rank_pool, p: int, v: int, exchange: dict[str, Any] | None) -> None:
+    for rank, results in enumerate(rank_pool(p).run(what_is_left, p, v, exchange)):
+        for when, found in zip((*RUNS, "step that raised"), results, strict=True):
             assert not found, f"rank {rank}, after {when}: {found}"

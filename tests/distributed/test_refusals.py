@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
 from slimpipe.transport import Transport
-from tests.distributed.test_parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
+from tests.distributed.parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
 from tests.model import Decoder, relative_error, sum_loss
 
 CASE = Case(p=2, n=4, m=2)
@@ -302,7 +302,7 @@ def refused_module(kind: type[Decoder], bad_rank: int) -> str:
     try:
         run_step(schedule, CASE, make_batch(CASE, 1))
     except ValueError as error:
-        assert schedule._transport is None
+        assert schedule._executors is None
         return str(error)
     return "nothing"
 

@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
+from tests.distributed.parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
 from tests.distributed.test_memory import lonely_stage
-from tests.distributed.test_parity import TOLERANCE, Case, make_batch, make_schedule, run_step, unsliced
 from tests.model import Decoder, DenseAttention, relative_error, stage_layers, sum_loss
 
 CASE = Case(p=2, n=4, v=2, m=2)
@@ -271,14 +271,14 @@ def test_frozen_stages(rank_pool) -> None:
 # bf16 ----------------------------------------------------------------------------------------------------------------
 
 
-def bf16_errors() -> list[tuple[str, float, float]]:
+def bf16_errors(exchange: str, documents: tuple[int, ...] | None) -> list[tuple[str, float, float]]:
     """(what, error of the sliced bf16 model, error of the unsliced one), both against float64."""
-    case = Case(p=2, n=8, m=2, slice_len=16, num_layers=4)
+    case = Case(p=2, n=8, m=2, slice_len=16, num_layers=4, documents=documents)
     rank = dist.get_rank()
     torch.manual_seed(0)
     rounded = {name: value.bfloat16() for name, value in Decoder(layers=range(4), dim=64).state_dict().items()}
-    tokens, labels, _ = make_batch(case, 1)
-    positions = torch.arange(case.seq_len).expand_as(tokens)
+    batch = tokens, labels, packed = make_batch(case, 1)
+    positions = torch.arange(case.seq_len).expand_as(tokens) if packed is None else packed
 
     def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -297,8 +297,13 @@ def bf16_errors() -> list[tuple[str, float, float]]:
     part = Decoder(layers=stage_layers(4, 2)[rank], dim=64, is_first=rank == 0, is_last=rank == 1, dtype=torch.bfloat16)
     part.load_state_dict({name: rounded[name] for name in part.state_dict()})
     stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-    schedule = ScheduleSlimPipe(stage, case.m, loss_fn=sum_loss, num_slices=case.n)
-    run_step(schedule, case, (tokens, labels, None))
+    options = SlimPipeOptions(context_exchange=exchange, exchange_granularity=1)
+    schedule = ScheduleSlimPipe(stage, case.m, loss_fn=sum_loss, num_slices=case.n, options=options)
+    if exchange == "on":
+        run_step(schedule, case, batch)  # exchange begins with the second step
+        part.zero_grad()
+    run_step(schedule, case, batch)
+    assert bool(schedule.program.transfers) == (exchange == "on")
     schedule.close()
     mine, exact, unsliced_bf16 = grads_of(part), models["exact"], models["unsliced"]
     return [
@@ -307,8 +312,10 @@ def bf16_errors() -> list[tuple[str, float, float]]:
     ]
 
 
-def test_bf16_is_as_exact_as_unsliced(rank_pool) -> None:
-    for errors in rank_pool(2).run(bf16_errors, timeout=120):
+@pytest.mark.parametrize("documents", [None, (37, 50, 41)])
+@pytest.mark.parametrize("exchange", ["off", "on"])
+def test_bf16_is_as_exact_as_unsliced(rank_pool, exchange: str, documents: tuple[int, ...] | None) -> None:
+    for errors in rank_pool(2).run(bf16_errors, exchange, documents, timeout=120):
         sliced, whole = (sum(error[i] ** 2 for error in errors) ** 0.5 for i in (1, 2))
         assert sliced <= 1.5 * whole, errors
         for name, ours, theirs in errors:

@@ -6,13 +6,18 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--num-layers=4", "--dim=32", "--num-heads=4", "--num-kv-heads=2", "--vocab=64", "--seq-len=128", "--rounds=1"]
+TINY_EXCHANGE = [
+    *(*TINY[:5], "--seq-lens", "128", "--num-slices", "2", "4", "--exchange-granularity=8"),
+    *("--rounds=2", "--seconds=0"),
+]
 
 
 def run_tool(name: str, *args: str) -> subprocess.CompletedProcess:
@@ -33,9 +38,14 @@ def figures(name: str, *args: str) -> dict:
 
 
 @pytest.fixture
-def bench_schedules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("bench_schedules")
+    return importlib.import_module
+
+
+@pytest.fixture
+def bench_schedules(tool: Callable[[str], ModuleType]) -> ModuleType:
+    return tool("bench_schedules")
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +102,79 @@ def test_slicing() -> None:
         assert slicing["seconds"] > 0 and slicing["ratio"] > 0 and slicing["cpu_ratio"] > 0
 
 
+def test_exchange() -> None:
+    report = figures("bench_exchange.py", *TINY_EXCHANGE)
+    assert [(row["seq_len"], row["num_slices"]) for row in report["rows"]] == [(128, 2), (128, 4)]
+    for row in report["rows"]:
+        off = row["exchange"]["off"]
+        assert off["speed_up"] == 1 and off["sent_bytes"] == 0
+        for figure in row["exchange"].values():
+            assert figure["loss"] == pytest.approx(off["loss"], rel=1e-5)
+            assert figure["grad_norm"] == pytest.approx(off["grad_norm"], rel=1e-5)
+            assert figure["step_seconds"] > 0 and figure["speed_up"] > 0
+        on = row["exchange"]["on"]
+        assert on["sent_bytes"] > 0 and on["waited_seconds"] > 0
+        assert 1 <= on["load_max_over_mean"] < off["load_max_over_mean"]
+
+
+def test_what_the_exchange_plans() -> None:
+    small, large = figures("print_exchange.py", "--shapes", "4,8,1,1", "8,32,1,2")
+    assert (small["shape"], large["shape"]) == ([4, 8, 1, 1], [8, 32, 1, 2])
+    for figure in (small, large):
+        assert figure["load_on"] <= 1.01 < figure["load_off"]
+        assert 1 <= figure["time_on"] < figure["time_off"]
+    assert 0 < large["kv_share"] <= 0.35
+    assert 0 < large["held_slices"] <= 16
+
+
+def test_emulated() -> None:
+    args = "--num-ranks=2 --num-slices=2 --num-layers=2 --num-microbatches=1 --unit-ms=10 --rounds=1 --slice-len=16"
+    report = figures("bench_emulated.py", *args.split())
+    off, on = report["exchange"]["off"], report["exchange"]["on"]
+    # Four units of 10 ms forward; backward takes twice (linear) to 2.5 times (attention) as long.
+    assert 3.0 * 0.04 < off["compute_seconds"] < 3.5 * 0.04
+    assert on["compute_seconds"] == pytest.approx(off["compute_seconds"], rel=1e-6), "moved, not more"
+    for figure in (off, on):
+        assert figure["bubble"] == pytest.approx(1 - figure["compute_seconds"] / (2 * figure["step_seconds"]))
+        assert 0 < figure["bubble"] < 1
+
+
+def test_emulated_costs_follow_the_model(tool: Callable[[str], ModuleType]) -> None:
+    bench = tool("bench_emulated")
+    setting = bench.Setting(num_slices=8, unit_ms=60.0, num_stages_per_rank=5)
+    costs = bench.Costs.of(setting)
+    attention = costs.attention_pair * setting.slice_len**2 * 8 / 2
+    assert costs.linear + attention == pytest.approx(0.06)
+    # Per layer of 13B: 4 h S / 2 over 2 (4 h^2 + 3 h ffn) FLOP per token.
+    assert attention / costs.linear == pytest.approx(262144 / (4 * 5120 + 3 * 13824))
+
+
+def test_emulated_sleeps_do_not_add_up_their_lateness(
+    tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, now = tool("bench_emulated"), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 0.001
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now, sleep=sleep))
+    clock = bench.SleepingClock()
+    clock.is_on = True
+    for _ in range(10):
+        clock.compute(0.005)
+    assert clock.seconds == pytest.approx(0.05)
+    assert now == pytest.approx(0.051)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["bench_schedules.py", "--num-layers", "6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
+        (["bench_emulated.py", "--num-layers", "12"], "--num-layers 12 does not divide into 8 stages; nearest: 16"),
+        (["bench_exchange.py", "--seq-lens", "510"], "--seq-lens 510 does not divide into 4 slices; nearest: 512"),
+        (["print_exchange.py", "--shapes", "8,4,1,1"], "num_slices = 4: it must be at least num_ranks = 8"),
+        (["print_exchange.py", "--shapes", "8,4"], "'8,4': it must be p,n,v,m, for example 8,32,1,2"),
         (["bench_slicing.py", "--seq-len", "100"], "--seq-len 100 does not divide into --num-slices 8"),
     ],
 )

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,9 +113,12 @@ def train(folder: Path, layout: Layout, **settings: object) -> list[tuple[float,
     return read_history(folder)
 
 
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (folder / "slimpipe").glob("rank*.json")]
+
+
 def read_history(folder: Path) -> list[tuple[float, float]]:
-    records = [json.loads(path.read_text()) for path in (folder / "slimpipe").glob("rank*.json")]
-    record = next(record for record in records if "losses" in record)
+    record = next(record for record in read_records(folder) if "losses" in record)
     return list(zip(record["losses"], record["grad_norms"], strict=True))
 
 
@@ -146,6 +150,8 @@ def assert_equal_runs(run: list[tuple[float, float]], other: list[tuple[float, f
 FULL = (("activation_checkpoint.mode", "full"),)
 SELECTIVE = (("activation_checkpoint.mode", "selective"),)
 THREE_STAGES = (("slimpipe.stages_per_rank", 3),)
+HELPED = (("slimpipe.context_exchange", "on"), ("slimpipe.exchange_granularity", 16))
+AGAIN = (("slimpipe.keep_attention_output", False),)
 # Of each group the first is the truth: no pipeline at all.
 GROUPS = {
     "one data rank": [
@@ -156,18 +162,22 @@ GROUPS = {
         Layout("InterleavedSlimPipe", more=THREE_STAGES),
         Layout("SlimPipe", more=FULL),
         Layout("SlimPipe", more=SELECTIVE),
+        Layout("SlimPipe", more=HELPED),
+        Layout("InterleavedSlimPipe", more=HELPED + FULL + AGAIN),
     ],
     "fully sharded data": [
         Layout(pp=1, dp=2),
         Layout("1F1B", dp=2),
         Layout("SlimPipe", dp=2),
         Layout("InterleavedSlimPipe", dp=2, more=SELECTIVE),
+        Layout("SlimPipe", dp=2, more=HELPED),
     ],
     "tensor parallel": [
         Layout(pp=1, tp=2),
         Layout("1F1B", tp=2),
         Layout("SlimPipe", tp=2),
         Layout("InterleavedSlimPipe", tp=2, more=FULL),
+        Layout("SlimPipe", tp=2, more=HELPED + SELECTIVE),
     ],
     "hybrid sharded data": [Layout(pp=1, dp=2, replicate=2), Layout("SlimPipe", dp=2, replicate=2)],
     "sharded data and tensor parallel": [Layout(pp=1, dp=2, tp=2), Layout("SlimPipe", dp=2, tp=2, more=SELECTIVE)],
@@ -189,8 +199,11 @@ def test_layouts_train_alike(tmp_path: Path, data: dict, seed: Path, layouts: li
     truth = runs[layouts[0]]
     assert len(truth) == num_steps
     assert truth[-1][0] < truth[0][0] - 0.02 * num_steps, "the loss does not fall"
-    for layout, history in runs.items():
+    for index, (layout, history) in enumerate(runs.items()):
         assert_equal_runs(history, truth, layout)
+        if set(HELPED) <= set(layout.more):
+            sent = [record["exchange_bytes"] for record in read_records(tmp_path / str(index))]
+            assert min(sent) > 0, f"{layout}: the ranks sent {sent} bytes to help one another"
 
 
 def four_steps(data: dict, seed: Path) -> dict[str, object]:

@@ -3,13 +3,18 @@
 import importlib.util
 import json
 import os
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomli
+import torch
 
-from slimpipe import cli, launcher
-from slimpipe.summary import rank_table, summarise
+from slimpipe import SlimPipeOptions, cli, launcher
+from slimpipe.program.cost import AttentionShape, ExchangeCosts
+from slimpipe.summary import rank_table, rates_text, summarise
 
 CONFIG = """
 [model]
@@ -54,14 +59,21 @@ def test_help_lists_what_exists(capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["--help"])
     assert exit_.value.code == 0
-    assert "train" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "train" in printed and "measure-links" in printed
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", "--help"])
     assert exit_.value.code == 0
     assert "--nproc" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "a.toml", "--nproc", "0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *([], ["trian"], ["train"], ["train", "a.toml", "--nproc", "0"]),
+        *(["measure-links", "--rank", "3"], ["measure-links", "--heads", "0"], ["measure-links", "--kernel", "flash"]),
+    ],
+)
 def test_wrong_usage_is_exit_code_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)
@@ -155,6 +167,64 @@ def test_exit_codes_and_unfinished_checkpoints(
     assert error.endswith(said)
     assert "removed unfinished checkpoint outputs/checkpoint/step-20" in error
     assert os.listdir(tmp_path / "outputs" / "checkpoint") == ["step-10"]
+
+
+def test_measured_rates_are_printed_and_can_be_pasted(monkeypatch, capfd, tmp_path):
+    """By two real ranks."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    small = ["--device=cpu", "--slice-len=32", "--heads=4", "--kv-heads=2", "--head-dim=16"]
+    assert cli.main(["measure-links", *small]) == 0
+    section = tomli.loads("[slimpipe]" + capfd.readouterr().out.partition("[slimpipe]")[2])["slimpipe"]
+    assert tuple(section) == ("attention_flops", "link_bandwidth", "link_latency")
+    SlimPipeOptions(**section)
+    assert not list(tmp_path.glob("slimpipe-*"))
+
+
+def test_rates_as_json_and_as_text():
+    shape = AttentionShape(slice_len=8, num_heads=2, num_kv_heads=1, head_dim=4, value_head_dim=4)
+    costs = ExchangeCosts(shape=shape, flops_per_second=1.234e12, bytes_per_second=5e9, latency=2e-5)
+    assert json.loads(rates_text(costs, num_ranks=4, device="cuda", as_json=True)) == {
+        "num_ranks": 4,
+        "device": "cuda",
+        "attention_flops": 1.234e12,
+        "link_bandwidth": 5e9,
+        "link_latency": 2e-5,
+    }
+    *_, head, flops, bandwidth, latency = rates_text(costs, num_ranks=4, device="cuda").splitlines()
+    assert (head, flops) == ("[slimpipe]", "attention_flops = 1.23e+12")
+    assert (bandwidth, latency) == ("link_bandwidth = 5e+09", "link_latency = 2e-05")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "said"),
+    [
+        (["--ranks", "1"], 0, "--ranks 1: a link has two ends; nearest legal value: 2"),
+        (["--heads", "6", "--kv-heads", "5"], 0, "--kv-heads 5: it must divide --heads 6; nearest legal value: 6"),
+        (["--heads", "6", "--kv-heads", "4"], 0, "--kv-heads 4: it must divide --heads 6; nearest legal value: 3"),
+        (["--kernel", "flash_attn"], 0, "served by auto, 'torch_cpu_flash', 'reference'"),
+        (["--device", "cuda"], 1, "--device cuda: it needs 2 GPUs, this machine has 1; use --device cpu"),
+        (["--ranks", "8"], 4, "--ranks 8: each needs a GPU; nearest legal value: 4, or --device cpu"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_any_rank_starts(launches, monkeypatch, capsys, flags, num_gpus, said):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert cli.main(["measure-links", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert launches == []
+
+
+def test_a_launchers_ranks_are_taken_as_they_are(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    for num_ranks, said in (("4", "--ranks 2: 4 were started; nearest legal value: 4"), ("1", "a link has two ends")):
+        monkeypatch.setenv("WORLD_SIZE", num_ranks)
+        flags = ["--ranks", "2"] if num_ranks == "4" else []
+        assert cli.main(["measure-links", *flags]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_summary_tells_figures_of_this_run_and_where_outputs_are(tmp_path):

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slimpipe.attention.kernels.merge import merge, wide_dtype
+from slimpipe.attention.kernels.merge import merge
 from slimpipe.attention.mask import Mask
+from slimpipe.dtypes import wide_dtype
 
 
 class AttentionKernel(ABC):

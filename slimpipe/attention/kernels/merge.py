@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to accumulate in: float32, or the given dtype if that is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def merge(out_a_BLNH: Tensor, lse_a_BNL: Tensor, out_b_BLNH: Tensor, lse_b_BNL: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 

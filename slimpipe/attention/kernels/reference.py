@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slimpipe.attention.kernels.base import AttentionKernel
-from slimpipe.attention.kernels.merge import wide_dtype
 from slimpipe.attention.mask import Mask
+from slimpipe.dtypes import wide_dtype
 
 
 class ReferenceKernel(AttentionKernel):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
+from slimpipe.options import SlimPipeOptions
 from slimpipe.program import Program, build_program
 
 Shape = tuple[int, int, int, int]
@@ -35,4 +36,29 @@ def programs(**limits: int) -> st.SearchStrategy[Program]:
     """A program of such a shape, with backward or without."""
     return st.builds(
         lambda shape, forward_only: build_program(*shape, forward_only=forward_only), shapes(**limits), st.booleans()
+    )
+
+
+def with_exchange(
+    shape: Shape,
+    *,
+    slice_len: int = 1024,
+    granularity: int = 1,
+    max_slices: int = SlimPipeOptions.exchange_max_slices,
+    forward_only: bool = False,
+) -> Program:
+    """A program whose ranks help one another wherever that levels their loads."""
+    options = SlimPipeOptions(context_exchange="on", exchange_granularity=granularity, exchange_max_slices=max_slices)
+    return build_program(*shape, slice_len=slice_len, forward_only=forward_only, options=options)
+
+
+@st.composite
+def programs_with_exchange(draw: st.DrawFn, **limits: int) -> Program:
+    """Such a program; the granularity may be more than a slice, the slice no multiple of it."""
+    return with_exchange(
+        draw(shapes(**limits)),
+        slice_len=draw(st.integers(1, 40)),
+        granularity=draw(st.integers(1, 50)),
+        max_slices=draw(st.integers(0, 20)),
+        forward_only=draw(st.booleans()),
     )

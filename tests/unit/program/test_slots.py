@@ -86,7 +86,8 @@ def test_a_rank_and_a_stage_of_a_larger_program(program: Program, data: st.DataO
     assert replay(program, stages, plan) <= plan.num_slots
     plan = plan_slots(program, stages[-1:])
     peak = replay(program, stages[-1:], plan)
-    assert plan.num_slots == fewest_slots(peak, program.num_slices, program.num_microbatches)
+    fewest, found_always = (fewest_slots(peak, program.num_slices, program.num_microbatches + i) for i in (0, 1))
+    assert fewest <= plan.num_slots <= found_always
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
+from slimpipe.options import SlimPipeOptions
 from slimpipe.torchtitan import rules
 from slimpipe.torchtitan.attention import TitanSliceAttention
 from slimpipe.torchtitan.config import ConfigError, SlimPipeSection, check, prepare, with_slimpipe
@@ -41,10 +42,26 @@ def broken(**sections):
 
 
 def test_section_becomes_options():
-    section = SlimPipeSection(kernel="reference", keep_attention_output=False, measure_memory=True, record_times=True)
-    for field in dataclasses.fields(section):
-        if hasattr(section.options(), field.name):
-            assert getattr(section.options(), field.name) == getattr(section, field.name)
+    values = {
+        "kernel": "reference",
+        "keep_attention_output": False,
+        "context_exchange": "on",
+        "exchange_granularity": 1,
+        "exchange_max_slices": 0,
+        "attention_flops": 1e14,
+        "link_bandwidth": 5e10,
+        "link_latency": 2e-5,
+        "measure_memory": True,
+        "record_times": True,
+    }
+    assert SlimPipeSection(**values).options() == SlimPipeOptions(**values)
+    # torchtitan's models leave no choice in the other two.
+    names = {field.name for field in dataclasses.fields(SlimPipeOptions)}
+    assert names - values.keys() == {"seq_dim", "sliced_kwargs"}
+    assert SlimPipeSection().options() == SlimPipeOptions()
+
+
+def test_stages_per_rank():
     assert SlimPipeSection().num_stages_per_rank("SlimPipe") == 1
     assert SlimPipeSection().num_stages_per_rank("InterleavedSlimPipe") == 2
     assert SlimPipeSection(stages_per_rank=3).num_stages_per_rank("InterleavedSlimPipe") == 3
@@ -67,6 +84,18 @@ def test_section_becomes_options():
             "slimpipe.kernel = 'flash': it must be one of .* nearest legal value: 'flash_attn'",
         ),
         ({"measure_memory": 1}, TypeError, "slimpipe.measure_memory got 1"),
+        (
+            {"context_exchange": "yes"},
+            ValueError,
+            "slimpipe.context_exchange = 'yes': it must be one of auto, on, off; nearest legal value: ",
+        ),
+        (
+            {"exchange_granularity": 0},
+            ValueError,
+            "slimpipe.exchange_granularity = 0: it must be at least one token; nearest legal value: 1",
+        ),
+        ({"exchange_max_slices": "all"}, TypeError, "slimpipe.exchange_max_slices got 'all'"),
+        ({"link_latency": 0.0}, ValueError, "slimpipe.link_latency = 0.0: it must be positive and finite, or None"),
     ],
 )
 def test_section_refuses(values, error, message):

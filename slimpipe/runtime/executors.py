@@ -1,0 +1,189 @@
+"""Which executor runs a step, and what it runs on: one for training and one for evaluation, made when first needed.
+
+With context exchange a batch shape has an executor of its own. Its first step runs without exchange and learns the
+attention events of this rank's stages; before the second one the ranks tell one another, and plan who helps whom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slimpipe.attention.events import Learner, StageEvents
+from slimpipe.attention.helper import Exchange
+from slimpipe.mailbox import Mailbox
+from slimpipe.options import SlimPipeOptions
+from slimpipe.program import Program
+from slimpipe.runtime.agreement import StepShape
+from slimpipe.runtime.executor import Executor
+from slimpipe.runtime.measure import exchange_costs
+from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.stage import Stage
+from slimpipe.torch_private import group_timeout
+from slimpipe.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+BuildProgram = Callable[..., Program]
+"""`build_program` with the numbers of ranks, slices, stages and microbatches given."""
+
+
+class Executors:
+    """The executors of one schedule.
+
+    Args:
+        build: Builds the program.
+        rank: Pipeline rank.
+        stages: This rank's stages by global index.
+        group: The pipeline's process group; None for one rank.
+        device: Where the stages run.
+        options: Options of the schedule.
+        meter: Where saved bytes are counted; None to count nothing.
+    """
+
+    def __init__(
+        self,
+        build: BuildProgram,
+        *,
+        rank: int,
+        stages: dict[int, Stage],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        options: SlimPipeOptions,
+        meter: MemoryMeter | None,
+    ) -> None:
+        self._build, self._rank, self._stages = build, rank, stages
+        self._group, self._device, self._options, self._meter = group, device, options, meter
+        self._transport: Transport | None = None
+        self._mailbox: Mailbox | None = None
+        self._last_shape: StepShape | None = None
+        self._plain: dict[bool, Executor] = {}
+        self._learned: dict[StepShape, dict[int, Learner]] = {}
+        """What each batch shape's first step learned, until it is planned for."""
+        self._planned: dict[StepShape, Executor] = {}
+
+    def choose(self, shape: StepShape) -> Executor:
+        """The executor of a step of this shape; collective over the group where anything is made.
+
+        Raises:
+            ValueError: Others cannot help a stage, and ``context_exchange = "on"``; raised on every rank.
+        """
+        shape = shape._replace(documents=0)  # documents are read anew in every step
+        self._reach_others(shape)
+        if self._group is None or self._options.context_exchange == "off":
+            return self._plain_executor(shape)
+        if shape in self._learned:
+            self._planned[shape] = self._plan(shape, self._learned[shape])
+            del self._learned[shape]
+        if shape in self._planned:
+            return self._planned[shape]
+        executor = self._plain_executor(shape)
+        executor.learners = {index: Learner() for index in self._stages}
+        return executor
+
+    def done(self, shape: StepShape, executor: Executor) -> None:
+        """A step of this shape has succeeded."""
+        if executor.learners is not None:
+            self._learned[shape._replace(documents=0)] = executor.learners
+            executor.learners = None
+
+    def close(self) -> None:
+        """Destroy the process groups. Collective."""
+        for channels in (self._transport, self._mailbox):
+            if channels is not None:
+                channels.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of K,V on this rank, those held for other ranks included."""
+        return sum(executor.kv_bytes + executor.held_bytes for executor in self._everyone())
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    def _everyone(self) -> list[Executor]:
+        return [*self._plain.values(), *self._planned.values()]
+
+    def _reach_others(self, shape: StepShape) -> None:
+        """Make, or bring up to date, the channels of the pipeline."""
+        if self._group is None:
+            return
+        timeout = group_timeout(self._group, self._device)
+        if self._transport is None:
+            wraps = len(self._stages) > 1
+            self._transport = Transport(self._group, wraps=wraps, device=self._device, timeout=timeout)
+        if timeout is not None and timeout != self._transport.timeout:
+            self._set_timeout(timeout)  # torchtitan shortens its groups' timeouts after the first step
+        if shape != self._last_shape:
+            self._transport.forget_shapes()
+        self._last_shape = shape
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        assert self._transport is not None
+        self._transport.set_timeout(timeout)
+        if self._mailbox is not None:
+            self._mailbox.set_timeout(timeout)
+
+    def _plain_executor(self, shape: StepShape) -> Executor:
+        trains = bool(shape.has_backward)
+        if trains not in self._plain:
+            alone = dataclasses.replace(self._options, context_exchange="off")
+            self._plain[trains] = self._executor(self._build(forward_only=not trains, options=alone))
+        return self._plain[trains]
+
+    def _executor(self, program: Program, exchange: Exchange | None = None) -> Executor:
+        return Executor(
+            program,
+            rank=self._rank,
+            stages=self._stages,
+            transport=self._transport,
+            options=self._options,
+            meter=self._meter,
+            exchange=exchange,
+        )
+
+    def _plan(self, shape: StepShape, learners: dict[int, Learner]) -> Executor:
+        """Tell one another what was learned, and plan with it."""
+        assert self._group is not None
+        stages = self._tell(learners)
+        layers = [layer for stage in stages for layer in stage.layers]
+        if not layers:
+            return self._plain_executor(shape)
+        costs = None
+        if self._options.context_exchange == "auto":
+            costs = exchange_costs(layers[0], options=self._options, group=self._group, device=self._device)
+        program = self._build(
+            slice_len=layers[0].slice_len,
+            layers_per_stage=tuple(len(stage.layers) for stage in stages),
+            forward_only=not shape.has_backward,
+            options=self._options,
+            exchange_costs=costs,
+        )
+        if not program.transfers:
+            return self._plain_executor(shape)
+        if self._mailbox is None:
+            self._mailbox = Mailbox(self._group, device=self._device, timeout=group_timeout(self._group, self._device))
+        self._mailbox.connect((program.rank_of(transfer.unit.stage), transfer.helper) for transfer in program.transfers)
+        exchange = Exchange(program, rank=self._rank, mailbox=self._mailbox, stages=stages)
+        return self._executor(program, exchange)
+
+    def _tell(self, learners: dict[int, Learner]) -> list[StageEvents]:
+        """What every stage's rank has learned, by stage; nothing if others cannot help some stage."""
+        mine = {index: learner.learned() for index, learner in learners.items()}
+        everyones: list[dict[int, StageEvents | str] | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyones, mine, group=self._group)
+        stages = {index: learned for rank in everyones for index, learned in (rank or {}).items()}
+        refusals = [f"stage {index}: {why}" for index, why in sorted(stages.items()) if isinstance(why, str)]
+        if refusals and self._options.context_exchange == "on":
+            raise ValueError(
+                f"SlimPipeOptions.context_exchange = 'on': ranks cannot help one another: {'; '.join(refusals)}; "
+                "nearest legal value: 'off'"
+            )
+        if refusals:
+            logger.warning("no context exchange: %s", "; ".join(refusals))
+            return []
+        return [stage for _, stage in sorted(stages.items()) if isinstance(stage, StageEvents)]
