@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_picture_is_made_by_the_command_above_it() -> None:
-    arguments, picture = re.search(
-        r"    \$ python (tools/print_schedule\.py [^\n]*)\n((?:    rank [^\n]*\n)+)", README
-    ).groups()
-    printed = subprocess.run([sys.executable, *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [line.strip() for line in picture.splitlines()] == printed.stdout.splitlines()
+def test_what_is_printed_below_a_command_is_what_it_prints() -> None:
+    blocks = re.findall(r"    \$ python (tools/print_[^\n]*)\n((?:    [^\n]+\n)+)", README)
+    assert [arguments.split()[0] for arguments, _ in blocks] == ["tools/print_schedule.py", "tools/print_exchange.py"]
+    for arguments, shown in blocks:
+        command = [sys.executable, *arguments.split()]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert [line.removeprefix("    ") for line in shown.splitlines()] == printed.stdout.splitlines()
 
 
 def test_the_toml_file_is_a_legal_one(tmp_path: Path) -> None:
