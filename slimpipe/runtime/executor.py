@@ -142,11 +142,12 @@ class Executor:
         instruction: Instruction | None = None
         try:
             for instruction in self.program.instructions[self._rank]:
-                start, step.waited = time.perf_counter(), 0.0
+                start, step.waited = time.perf_counter(), -self._waited_in_exchange
                 self._handlers[instruction.op](step, instruction)
                 if self._options.record_times:
                     end = time.perf_counter()
-                    self.record.times.append(InstructionTime(instruction, start, end, step.waited))
+                    waited = step.waited + self._waited_in_exchange
+                    self.record.times.append(InstructionTime(instruction, start, end, waited))
             instruction = None
             if self._transport is not None:
                 self._transport.finish()
@@ -174,6 +175,11 @@ class Executor:
     def held_bytes(self) -> int:
         """Bytes held for other ranks now."""
         return 0 if self._exchange is None else self._exchange.held_bytes
+
+    @property
+    def _waited_in_exchange(self) -> float:
+        """Seconds of the step so far."""
+        return 0.0 if self._exchange is None else self._exchange.waited
 
     # Instructions ----------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,14 @@
-"""What ranks hold for one another: what the option allows, and the same for any number of microbatches."""
+"""What ranks hold for one another: what the option allows, and the same for any number of microbatches; and when they
+waited for one another."""
 
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
 from slimpipe.mailbox import Mailbox
+from slimpipe.program import Instruction
+from tests.distributed.parity import Case, make_batch, make_schedule, run_step
 from tests.distributed.test_memory import EXCHANGE, LAYERS_PER_STAGE, Setting
 
 
@@ -62,3 +66,23 @@ def test_exchange_does_not_grow_with_microbatches(rank_pool) -> None:
         # With two microbatches the most is held for others when the own units are fewest.
         for name in ("more", "sends"):
             assert b[name] == c[name], f"rank {rank}, {name}: {b} with 4 microbatches, {c} with 8"
+
+
+def timed_instructions(case: Case) -> tuple[list[tuple[Instruction, float, float]], list[Instruction], float]:
+    """Runs on every rank: (instruction, seconds, of these waited) of a step with exchange; the program; all waiting."""
+    schedule, _ = make_schedule(case, record_times=True, context_exchange="on", exchange_granularity=1)
+    for _ in range(2):
+        run_step(schedule, case, make_batch(case, 1))
+    record, program = schedule.record, schedule.program
+    schedule.close()
+    times = [(time.instruction, time.end - time.start, time.waited) for time in record.times]
+    return times, list(program.instructions[dist.get_rank()]), record.exchange_wait_seconds
+
+
+def test_waiting_for_one_another_counts_as_waiting(rank_pool) -> None:
+    results = rank_pool(3).run(timed_instructions, Case(p=3, n=3, m=1), timeout=60)
+    for times, instructions, waited in results:
+        assert [instruction for instruction, _, _ in times] == instructions
+        assert all(0 <= its_wait <= seconds for _, seconds, its_wait in times)
+        assert 0 < waited <= sum(its_wait for _, _, its_wait in times)
+    assert any(instruction.op.name.startswith("HELP") for times, _, _ in results for instruction, _, _ in times)
