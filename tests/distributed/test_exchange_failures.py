@@ -14,7 +14,7 @@ from slimpipe.runtime import PipelineError
 from tests.distributed.failures import ACTS, TIMEOUT, build, ended, raise_error, spring
 from tests.distributed.parity import TOLERANCE, Case, errors_of, make_batch, make_schedule, run_step
 from tests.distributed.test_exchange_parity import exchange
-from tests.harness import run_ranks_outcomes
+from tests.harness import run_ranks, run_ranks_outcomes
 
 CASE = Case(p=4, n=4, m=1, options=exchange(1))
 
@@ -94,8 +94,9 @@ def fails_and_goes_on() -> dict[str, float]:
     return errors
 
 
-def test_a_rank_raises_and_the_next_steps_are_exact(rank_pool) -> None:
-    for errors in rank_pool(3).run(fails_and_goes_on, timeout=60):
+def test_a_rank_raises_and_the_next_steps_are_exact() -> None:
+    # Ranks of their own: a message that nobody receives any more keeps a thread of gloo busy for ever.
+    for errors in run_ranks(fails_and_goes_on, 3, timeout=60):
         assert max(errors.values()) <= TOLERANCE, errors
 
 
