@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimpipe.torch_private import set_group_timeout
-from slimpipe.transport import PipelineError, TensorMeta, new_pipeline_group
+from slimpipe.transport import TensorMeta, lost_rank, new_pipeline_group
 
 _ALIGNMENT = 16
 """Bytes: every tensor of a message starts where any dtype may."""
@@ -129,10 +129,7 @@ class Mailbox:
             try:
                 self.settle(peer)
             except RuntimeError as error:
-                raise PipelineError(
-                    f"pipeline rank {self._rank} lost rank {peer}, to which it was sending: rank {peer} failed, died "
-                    f"or is stuck ({type(error).__name__}: {error})"
-                ) from error
+                raise lost_rank(self._rank, peer, error) from error
 
     def drop(self) -> None:
         """Let go of everything without waiting; after a failure."""

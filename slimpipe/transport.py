@@ -30,6 +30,14 @@ class PipelineError(RuntimeError):
     """A message of the pipeline did not arrive or could not be sent: another rank failed, died or hangs."""
 
 
+def lost_rank(rank: int, peer: int, error: RuntimeError, *, where: str = ", to which it was sending") -> PipelineError:
+    """What to raise from a message's error: names both pipeline ranks, and after them where it happened."""
+    return PipelineError(
+        f"pipeline rank {rank} lost rank {peer}{where}: rank {peer} failed, died or is stuck "
+        f"({type(error).__name__}: {error})"
+    )
+
+
 class TensorMeta(NamedTuple):
     """What a receiver must know to allocate."""
 
@@ -169,10 +177,7 @@ class Transport:
                 while sends:
                     _finish(sends.popleft())
             except RuntimeError as error:
-                raise PipelineError(
-                    f"pipeline rank {channel.source} lost rank {channel.destination}, to which it was sending: rank "
-                    f"{channel.destination} failed, died or is stuck ({type(error).__name__}: {error})"
-                ) from error
+                raise lost_rank(channel.source, channel.destination, error) from error
 
     def drop(self) -> None:
         """Let go of everything without waiting; after a failure."""

@@ -29,7 +29,7 @@ from slimpipe.attention.mask import Documents, Mask
 from slimpipe.mailbox import Letter, Mail, Mailbox
 from slimpipe.program import Instruction, Op, Program, Transfer, Unit
 from slimpipe.program.runs import Runs, num_rows, union
-from slimpipe.transport import PipelineError, TensorMeta
+from slimpipe.transport import TensorMeta, lost_rank
 
 _HeldKey = tuple[Unit, Phase, int]
 """Slice 0 of a microbatch and stage, phase and layer: whose rows they are."""
@@ -199,9 +199,8 @@ class SharedPhase:
         try:
             yield
         except RuntimeError as error:
-            raise PipelineError(
-                f"pipeline rank {self._exchange.rank} lost rank {peer} at {self._instruction}, in the {transfer}: rank "
-                f"{peer} failed, died or is stuck ({type(error).__name__}: {error})"
+            raise lost_rank(
+                self._exchange.rank, peer, error, where=f" at {self._instruction}, in the {transfer}"
             ) from error
         self._exchange.waited += time.perf_counter() - start
 

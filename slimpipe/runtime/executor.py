@@ -18,7 +18,7 @@ from slimpipe.program import Channel, Instruction, Op, Program, SlotPlan, Unit, 
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
-from slimpipe.transport import PipelineError, Receive, TensorMeta, Transport
+from slimpipe.transport import Receive, TensorMeta, Transport, lost_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +279,7 @@ class Executor:
         try:
             yield
         except RuntimeError as error:
-            raise PipelineError(
-                f"pipeline rank {self._rank} lost rank {peer} at {instruction}: rank {peer} failed, died or is stuck "
-                f"({type(error).__name__}: {error})"
-            ) from error
+            raise lost_rank(self._rank, peer, error, where=f" at {instruction}") from error
         step.waited += time.perf_counter() - start
 
     # Measures --------------------------------------------------------------------------------------------------------

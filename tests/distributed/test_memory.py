@@ -25,7 +25,8 @@ from slimpipe.attention.helper import SharedPhase
 from slimpipe.attention.kv_store import LayerStore, SlotBuffers
 from slimpipe.mailbox import Letter
 from slimpipe.program.order import live_units
-from slimpipe.runtime.executor import PipelineError, _Step
+from slimpipe.runtime import PipelineError
+from slimpipe.runtime.executor import _Step
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import _Live
 from slimpipe.transport import Receive, Transport
