@@ -19,15 +19,6 @@ def check_kernel_name(name: str) -> str:
     return _check_name("kernel", name, KERNEL_NAMES)
 
 
-def check_exchange_name(name: str) -> str:
-    """Return ``name`` if `SlimPipeOptions.context_exchange` may be it.
-
-    Raises:
-        ValueError: It may not; the message gives the nearest name.
-    """
-    return _check_name("context_exchange", name, EXCHANGE_NAMES)
-
-
 def _check_name(option: str, name: str, names: tuple[str, ...]) -> str:
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
@@ -95,7 +86,7 @@ class SlimPipeOptions:
         for field in fields(self):
             self._check_type(field.name, getattr(self, field.name), field.default)
         check_kernel_name(self.kernel)
-        check_exchange_name(self.context_exchange)
+        _check_name("context_exchange", self.context_exchange, EXCHANGE_NAMES)
         for name in self.sliced_kwargs:
             if not isinstance(name, str):
                 raise TypeError(f"SlimPipeOptions.sliced_kwargs holds {name!r}; it must hold argument names (str)")

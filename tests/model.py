@@ -11,8 +11,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slimpipe import SliceAttention
+from slimpipe.attention.events import AttentionLayer
 
 IGNORED = -100
+ATTENTION_LAYER = AttentionLayer(
+    batch=1,
+    slice_len=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    value_head_dim=16,
+    dtype=torch.float32,
+    kernel="auto",
+    scale=0.25,
+)
 
 
 class DenseAttention(nn.Module):

@@ -107,7 +107,7 @@ class Sharing(Protocol):
     """Past tokens that other ranks attend to."""
 
     def start(self, layers: Sequence[LayerStore]) -> None:
-        """Before the first event; ``layers`` are the stores of the unit's stage."""
+        """Before the first event; ``layers`` are the stores of the unit's stage, none without a unit of its own."""
 
     def begin(
         self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], *, kernel: AttentionKernel, scale: float

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slimpipe.attention.kv_store import cut_by_run
 from slimpipe.dtypes import wide_dtype
 from slimpipe.program.runs import Run, Runs
 
@@ -58,7 +59,7 @@ class HeldRows:
 
     def add(self, runs: Runs, k_BKGH: Tensor, v_BKGH: Tensor) -> None:
         """Hold more rows."""
-        for run, k, v in _by_run(runs, k_BKGH, v_BKGH):
+        for run, k, v in cut_by_run(runs, k_BKGH, v_BKGH):
             self._pieces.append(_Piece(run, (k, v)))
         self._pieces.sort(key=lambda piece: piece.run)
 
@@ -70,7 +71,7 @@ class HeldRows:
         """Add to dK,dV of held rows, in float32 or wider."""
         overlaps = list(self._overlaps(runs))
         for (piece, run), (_, dk, dv) in zip(
-            overlaps, _by_run(tuple(run for _, run in overlaps), dk_BKGH, dv_BKGH), strict=True
+            overlaps, cut_by_run(tuple(run for _, run in overlaps), dk_BKGH, dv_BKGH), strict=True
         ):
             if piece.gradient is None:
                 piece.gradient = _map(lambda x: torch.zeros_like(x, dtype=wide_dtype(x.dtype)), piece.kv)
@@ -104,15 +105,6 @@ class HeldRows:
                     yield piece, (low, high)
                     start = high
             assert start == stop, f"tokens {start} .. {stop - 1} are not held"
-
-
-def _by_run(runs: Runs, k_BKGH: Tensor, v_BKGH: Tensor) -> Iterator[tuple[Run, Tensor, Tensor]]:
-    """Cuts rows that lie end to end."""
-    place = 0
-    for start, stop in runs:
-        yield (start, stop), k_BKGH.narrow(1, place, stop - start), v_BKGH.narrow(1, place, stop - start)
-        place += stop - start
-    assert place == k_BKGH.shape[1], f"{k_BKGH.shape[1]} rows for runs of {place}"
 
 
 def _join(pairs: list[_Pair]) -> _Pair:

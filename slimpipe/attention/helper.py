@@ -108,7 +108,6 @@ class SharedPhase:
         self._given, self._taken = given, taken
         self._layers: Sequence[LayerStore] = ()
         self._num_begun = self._num_served = 0
-        self._started = False
         self._now: tuple[Event, LayerStore] | None = None
         """The event of the own unit, where parts of it are given away."""
         self._kv: dict[tuple[Transfer, int], Letter] = {}
@@ -119,7 +118,7 @@ class SharedPhase:
     # What attention calls --------------------------------------------------------------------------------------------
 
     def start(self, layers: Sequence[LayerStore]) -> None:
-        self._layers, self._started = layers, True
+        self._layers = layers
         self._move_kv(0)
 
     def begin(
@@ -151,8 +150,6 @@ class SharedPhase:
     @torch.no_grad()
     def finish(self) -> None:
         """Serves what is left; for a rank without a unit of its own, everything."""
-        if not self._started:
-            self.start(())
         for _ in range(self._num_begun, max((len(self._events(t)) for t in self._taken), default=0)):
             self._begin(())
             self._serve()
@@ -185,7 +182,7 @@ class SharedPhase:
                 continue
             layer = events[number].layer
             with self._messaging(self._peer(transfer), transfer):
-                if transfer in self._given:
+                if self._given:
                     rows = self._layers[layer].rows(transfer.unit, transfer.sent)
                     self._mailbox.send(Mail.KV, transfer.helper, rows)
                 else:

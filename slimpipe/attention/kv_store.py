@@ -7,7 +7,7 @@ slice is one contiguous view and nothing is ever concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,13 +136,10 @@ class LayerStore:
             wide = wide_dtype(k_BKGH.dtype)
             self._carry = torch.zeros_like(k_BKGH, dtype=wide), torch.zeros_like(v_BKGH, dtype=wide)
             self._carry_low = low
-        carry, start = self._carry, 0
-        for run in self._by_slice(runs):
-            views = self._token_views(carry, unit, run, low=self._carry_low)
-            length = run[1] - run[0]
-            for view, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
-                view.add_(x.narrow(1, start, length))
-            start += length
+        carry = self._carry
+        for run, *gradients in cut_by_run(self._by_slice(runs), dk_BKGH, dv_BKGH):
+            for view, x in zip(self._token_views(carry, unit, run, low=self._carry_low), gradients, strict=True):
+                view.add_(x)
 
     def take_gradient(
         self, unit: Unit, dk_BLGH: torch.Tensor, dv_BLGH: torch.Tensor
@@ -186,6 +183,17 @@ class LayerStore:
         start, length = low * self._slice_len, (high - low) * self._slice_len
         k_BKGH, v_BKGH = pair
         return k_BKGH.narrow(1, start, length), v_BKGH.narrow(1, start, length)
+
+
+def cut_by_run(
+    runs: Iterable[Run], k_BKGH: torch.Tensor, v_BKGH: torch.Tensor
+) -> Iterator[tuple[Run, torch.Tensor, torch.Tensor]]:
+    """Cuts K,V, or dK,dV, whose rows are these runs laid end to end; views."""
+    place = 0
+    for start, stop in runs:
+        yield (start, stop), k_BKGH.narrow(1, place, stop - start), v_BKGH.narrow(1, place, stop - start)
+        place += stop - start
+    assert place == k_BKGH.shape[1], f"{k_BKGH.shape[1]} rows for runs of {place}"
 
 
 def _num_bytes(pair: tuple[torch.Tensor, torch.Tensor] | None) -> int:

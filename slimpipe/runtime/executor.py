@@ -220,7 +220,9 @@ class Executor:
         self._measure()
 
     def _help(self, step: _Step, instruction: Instruction) -> None:
-        self._sharing(instruction).finish()
+        sharing = self._sharing(instruction)
+        sharing.start(())
+        sharing.finish()
         self._measure()
 
     def _sharing(self, instruction: Instruction) -> Sharing:

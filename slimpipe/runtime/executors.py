@@ -6,7 +6,6 @@ attention events of this rank's stages; before the second one the ranks tell one
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +36,8 @@ class Executors:
     """The executors of one schedule.
 
     Args:
-        build: Builds the program.
+        program: The program of a training step without exchange.
+        build: Builds other programs.
         rank: Pipeline rank.
         stages: This rank's stages by global index.
         group: The pipeline's process group; None for one rank.
@@ -48,8 +48,9 @@ class Executors:
 
     def __init__(
         self,
-        build: BuildProgram,
+        program: Program,
         *,
+        build: BuildProgram,
         rank: int,
         stages: dict[int, Stage],
         group: dist.ProcessGroup | None,
@@ -57,7 +58,7 @@ class Executors:
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
     ) -> None:
-        self._build, self._rank, self._stages = build, rank, stages
+        self._program, self._build, self._rank, self._stages = program, build, rank, stages
         self._group, self._device, self._options, self._meter = group, device, options, meter
         self._transport: Transport | None = None
         self._mailbox: Mailbox | None = None
@@ -131,8 +132,7 @@ class Executors:
     def _plain_executor(self, shape: StepShape) -> Executor:
         trains = bool(shape.has_backward)
         if trains not in self._plain:
-            alone = dataclasses.replace(self._options, context_exchange="off")
-            self._plain[trains] = self._executor(self._build(forward_only=not trains, options=alone))
+            self._plain[trains] = self._executor(self._program if trains else self._build(forward_only=True))
         return self._plain[trains]
 
     def _executor(self, program: Program, exchange: Exchange | None = None) -> Executor:

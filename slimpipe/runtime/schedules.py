@@ -50,7 +50,8 @@ class _SlimPipe:
         self._torch_stages = stages
         self._n_microbatches = n_microbatches
         self._build = functools.partial(build_program, first.group_size, num_slices, len(stages), n_microbatches)
-        self.program: Program = self._build()
+        self._plain_program: Program = self._build()
+        self.program = self._plain_program
         """Of the last training step; before the first, without exchange."""
         wanted = [first.group_rank + j * first.group_size for j in range(len(stages))]
         given = [getattr(stage, "stage_index", index) for stage, index in zip(stages, wanted, strict=True)]
@@ -263,7 +264,8 @@ class _SlimPipe:
         first = self._torch_stages[0]
         if self._executors is None:
             self._executors = Executors(
-                self._build,
+                self._plain_program,
+                build=self._build,
                 rank=first.group_rank,
                 stages=self._stages_by_index,
                 group=self._group,

@@ -9,23 +9,12 @@ import torch
 import torch.distributed as dist
 
 from slimpipe import SlimPipeOptions
-from slimpipe.attention.events import AttentionLayer
 from slimpipe.program.cost import AttentionShape, ExchangeCosts
 from slimpipe.runtime import measure
 from slimpipe.runtime.measure import exchange_costs, measure_link
+from tests.model import ATTENTION_LAYER as LAYER
 
 CPU = torch.device("cpu")
-LAYER = AttentionLayer(
-    batch=1,
-    slice_len=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    value_head_dim=16,
-    dtype=torch.float32,
-    kernel="auto",
-    scale=0.25,
-)
 
 
 def _measure_all() -> tuple:
