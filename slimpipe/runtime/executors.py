@@ -106,8 +106,9 @@ class Executors:
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
-    def _everyone(self) -> list[Executor]:
-        return [*self._plain.values(), *self._planned.values()]
+    def _everyone(self) -> set[Executor]:
+        """Each once: where nothing moves, what is planned is the plain one."""
+        return {*self._plain.values(), *self._planned.values()}
 
     def _reach_others(self, shape: StepShape) -> None:
         """Make, or bring up to date, the channels of the pipeline."""

@@ -86,3 +86,21 @@ def test_waiting_for_one_another_counts_as_waiting(rank_pool) -> None:
         assert all(0 <= its_wait <= seconds for _, seconds, its_wait in times)
         assert 0 < waited <= sum(its_wait for _, _, its_wait in times)
     assert any(instruction.op.name.startswith("HELP") for times, _, _ in results for instruction, _, _ in times)
+
+
+def bytes_where_nothing_moves() -> list[int]:
+    """Runs on every rank: live bytes at their peak, step by step, with a link too slow for any exchange."""
+    rates = {"attention_flops": 1e15, "link_bandwidth": 1.0, "link_latency": 1.0}
+    setting = Setting(2, 4, 1, 1, exchange={"context_exchange": "auto", **rates})
+    peaks = []
+    for _ in range(3):
+        setting.step()
+        peaks.append(setting.schedule.metrics()["peak_live_bytes"])
+    assert not setting.schedule.program.transfers
+    setting.schedule.close()
+    return peaks
+
+
+def test_what_moves_nothing_is_counted_once(rank_pool) -> None:
+    for first, second, third in rank_pool(2).run(bytes_where_nothing_moves, timeout=60):
+        assert first == second == third
