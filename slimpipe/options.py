@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 KERNEL_NAMES = ("auto", "reference", "torch_cpu_flash", "torch_cuda_flash", "flash_attn")
 EXCHANGE_NAMES = ("auto", "on", "off")
+VOCAB_PARALLEL_NAMES = ("none", "output", "both")
 
 
 def check_kernel_name(name: str) -> str:
@@ -17,6 +18,15 @@ def check_kernel_name(name: str) -> str:
         ValueError: No such kernel; the message gives the nearest name.
     """
     return _check_name("kernel", name, KERNEL_NAMES)
+
+
+def check_vocab_parallel(name: str) -> str:
+    """Return ``name`` if it says which work on the vocabulary is shared.
+
+    Raises:
+        ValueError: It does not; the message gives the nearest name.
+    """
+    return _check_name("vocab_parallel", name, VOCAB_PARALLEL_NAMES)
 
 
 def _check_name(option: str, name: str, names: tuple[str, ...]) -> str:

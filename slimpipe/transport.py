@@ -23,7 +23,7 @@ from slimpipe.torch_private import set_group_timeout
 _HEADER_LEN = 10
 _Send = list[tuple[dist.Work, torch.Tensor]]
 """One send under way: its message, after its header if it has one, each with the work to wait for."""
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
 class PipelineError(RuntimeError):
@@ -43,6 +43,31 @@ class TensorMeta(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def to_header(self, device: torch.device) -> torch.Tensor:
+        """As a message of its own."""
+        header = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(header + [0] * (_HEADER_LEN - len(header)), dtype=torch.int64, device=device)
+
+    @classmethod
+    def empty_header(cls, device: torch.device) -> torch.Tensor:
+        """A tensor to receive such a message into."""
+        return torch.empty(_HEADER_LEN, dtype=torch.int64, device=device)
+
+    @classmethod
+    def from_header(cls, header: torch.Tensor) -> TensorMeta:
+        """What `to_header` told."""
+        dtype, num_dims, *shape = header.tolist()
+        return cls(tuple(shape[:num_dims]), _DTYPES[dtype])
 
 
 class Receive:
@@ -121,10 +146,10 @@ class Transport:
         tensor = tensor.contiguous()
         messages = [tensor]
         if announce:
-            meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
+            meta = TensorMeta.of(tensor)
             announced = self._announced.setdefault((channel, stream), meta)
             if announced is meta:
-                messages.insert(0, self._encode(tensor))
+                messages.insert(0, self._header(tensor))
             elif announced != meta:
                 raise ValueError(
                     f"the stage before stage {stream} returned {tuple(tensor.shape)}, {tensor.dtype}, after "
@@ -221,7 +246,7 @@ class Transport:
 
     def _post(self, channel: Channel, stream: int, receive: Receive) -> None:
         meta = self._metas[channel, stream]
-        receive._tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+        receive._tensor = meta.empty(self._device)
         receive._work = self._irecv(channel, receive._tensor)
 
     def _isend(self, channel: Channel, tensor: torch.Tensor) -> dist.Work:
@@ -234,20 +259,19 @@ class Transport:
         assert work is not None
         return work
 
-    def _encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER_LEN - 2:
+    def _header(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_floating_point() and tensor.dtype in _DTYPES) or tensor.dim() > _HEADER_LEN - 2:
+            known = [str(dtype) for dtype in _DTYPES if dtype.is_floating_point]
             raise ValueError(
                 f"a stage's output has dtype {tensor.dtype} and {tensor.dim()} dims; stages may exchange one "
-                f"floating-point tensor of at most {_HEADER_LEN - 2} dims, dtype one of {', '.join(map(str, _DTYPES))}"
+                f"floating-point tensor of at most {_HEADER_LEN - 2} dims, dtype one of {', '.join(known)}"
             )
-        header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        return torch.tensor(header + [0] * (_HEADER_LEN - len(header)), dtype=torch.int64, device=self._device)
+        return TensorMeta.of(tensor).to_header(self._device)
 
     def _receive_header(self, channel: Channel) -> TensorMeta:
-        header = torch.empty(_HEADER_LEN, dtype=torch.int64, device=self._device)
+        header = TensorMeta.empty_header(self._device)
         self._irecv(channel, header).wait()
-        dtype, num_dims, *shape = header.tolist()
-        return TensorMeta(tuple(shape[:num_dims]), _DTYPES[dtype])
+        return TensorMeta.from_header(header)
 
 
 def new_pipeline_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

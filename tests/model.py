@@ -94,6 +94,8 @@ class Decoder(nn.Module):
         is_first: Whether it holds the embedding.
         is_last: Whether it holds the norm and the head.
         recompute: Non-reentrant checkpointing of every block.
+        vocab_parallel: What it leaves to the shared vocabulary: "none"; "output": the head; "both": the embedding too.
+        tied: The head's weight is the embedding's.
     """
 
     def __init__(
@@ -109,13 +111,17 @@ class Decoder(nn.Module):
         recompute: bool = False,
         inner: type[nn.Module] = SliceAttention,
         dtype: torch.dtype = torch.float64,
+        vocab_parallel: str = "none",
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embedding = nn.Embedding(vocab, dim) if is_first else None
+        self.embedding = nn.Embedding(vocab, dim) if is_first and vocab_parallel != "both" else None
         self.blocks = nn.ModuleDict({str(i): Block(dim, num_heads, num_kv_heads, inner()) for i in layers})
         self.norm = nn.RMSNorm(dim) if is_last else None
-        self.head = nn.Linear(dim, vocab, bias=False) if is_last else None
+        self.head = nn.Linear(dim, vocab, bias=False) if is_last and vocab_parallel == "none" else None
+        if tied and self.head is not None and self.embedding is not None:
+            self.head.weight = self.embedding.weight
         self.to(dtype)
 
     def forward(self, x: Tensor, positions: Tensor, attention_masks: object = None) -> Tensor:
@@ -125,7 +131,8 @@ class Decoder(nn.Module):
                 h = checkpoint(block, h, attention_masks, positions, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = block(h, attention_masks, positions)
-        return h if self.head is None else self.head(self.norm(h))
+        h = h if self.norm is None else self.norm(h)
+        return h if self.head is None else self.head(h)
 
 
 def sum_loss(output: Tensor, target: Tensor, *, num_tokens: int = 1) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
-from slimpipe.options import SlimPipeOptions
+from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.program.cost import ExchangeCosts
 from slimpipe.program.exchange import plan_exchange
 from slimpipe.program.ir import Instruction, Op, Transfer, Unit
 from slimpipe.program.order import backward_tick, forward_order, forward_tick, hop_ticks
 from slimpipe.program.program import Program
+from slimpipe.program.vocabulary import shared_instructions
 
 
 def build_program(
@@ -23,6 +25,7 @@ def build_program(
     forward_only: bool = False,
     options: SlimPipeOptions | None = None,
     exchange_costs: ExchangeCosts | None = None,
+    vocab_parallel: str = "none",
 ) -> Program:
     """Builds the program of one step.
 
@@ -38,6 +41,8 @@ def build_program(
             order of units. None: no exchange.
         exchange_costs: what the exchange costs and saves. Without it ``context_exchange = "auto"`` moves nothing, and
             "on" moves all that levels the loads.
+        vocab_parallel: which work on the vocabulary all ranks share: "none", "output" (output layer and loss) or "both"
+            (the embedding as well). Has no influence on the order of units.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -53,6 +58,7 @@ def build_program(
         raise TypeError(f"forward_only = {forward_only!r}: it must be a bool, not {type(forward_only).__name__}")
     if not isinstance(options, SlimPipeOptions | None):
         raise TypeError(f"options = {options!r}: it must be SlimPipeOptions or None, not {type(options).__name__}")
+    check_vocab_parallel(vocab_parallel)
 
     computes = [
         _compute_instructions(
@@ -61,10 +67,12 @@ def build_program(
         for rank in range(num_ranks)
     ]
     transfers = _transfers(computes, slice_len, num_stages_per_rank, options, exchange_costs)
+    shared = shared_instructions(computes, num_stages=num_ranks * num_stages_per_rank, vocab_parallel=vocab_parallel)
     instructions = tuple(
         tuple(
             _with_messages(
                 _with_help(row, transfers, rank),
+                shared,
                 rank=rank,
                 num_ranks=num_ranks,
                 num_slices=num_slices,
@@ -84,6 +92,7 @@ def build_program(
         num_ticks=1 + max(row[-1].tick for row in instructions),
         instructions=instructions,
         transfers=transfers,
+        vocab_parallel=vocab_parallel,
     )
 
 
@@ -116,7 +125,7 @@ def _with_help(computes: list[Instruction], transfers: tuple[Transfer, ...], ran
             helped.setdefault((transfer.tick, transfer.phase), transfer.unit)
     op_of = {Op.FORWARD: Op.HELP_FORWARD, Op.BACKWARD: Op.HELP_BACKWARD}
     helps = [Instruction(tick, op_of[phase], unit) for (tick, phase), unit in helped.items()]
-    return sorted(computes + helps, key=lambda compute: (compute.tick, compute.op.phase is Op.BACKWARD))
+    return sorted(computes + helps, key=_moment)
 
 
 def _compute_instructions(
@@ -136,13 +145,27 @@ def _compute_instructions(
     )
     backward_units = [Unit(microbatch, *rest) for microbatch in range(num_microbatches) for rest in local_units[::-1]]
     backwards = [Instruction(first_backward + index, Op.BACKWARD, unit) for index, unit in enumerate(backward_units)]
-    return sorted(forwards + backwards, key=lambda compute: (compute.tick, compute.op is Op.BACKWARD))
+    return sorted(forwards + backwards, key=_moment)
+
+
+def _moment(instruction: Instruction) -> tuple[int, int]:
+    """When something is computed: tick, and place in the tick."""
+    assert instruction.op.place is not None
+    return instruction.tick, instruction.op.place
 
 
 def _with_messages(
-    computes: list[Instruction], *, rank: int, num_ranks: int, num_slices: int, num_stages: int
+    computes: list[Instruction],
+    shared: list[Instruction],
+    *,
+    rank: int,
+    num_ranks: int,
+    num_slices: int,
+    num_stages: int,
 ) -> Iterator[Instruction]:
-    """Receives are posted one compute instruction ahead, so that they overlap it: two receive buffers at most.
+    """Puts a rank's messages beside what it computes, and what all ranks share in its places between.
+
+    Receives are posted one compute instruction ahead, so that they overlap it: two receive buffers at most.
 
     A send follows its compute instruction, unless the peer will not need it for more than two ticks (on the way from
     the last rank back to the first, in cycles longer than the pipeline). Then it waits here until two ticks before:
@@ -153,8 +176,11 @@ def _with_messages(
         Op.BACKWARD: max(0, hop_ticks(rank, num_ranks=num_ranks, num_slices=num_slices, forward=False) - 2),
     }
     done: dict[Op, list[Unit]] = {Op.FORWARD: [], Op.BACKWARD: []}
+    due = deque(shared)
     for compute, following in zip([None, *computes], [*computes, None], strict=True):
         tick = (compute or computes[0]).tick
+        while due and _moment(due[0]) < _moment(compute or computes[0]):
+            yield due.popleft()
         # Standing before `compute`, post what `following` needs.
         if following is not None:
             receive = _receive(following, tick, num_ranks, num_stages)
@@ -171,6 +197,7 @@ def _with_messages(
             send = _send(compute.op, units[-1 - delay[compute.op]], tick, num_ranks, num_stages)
             if send is not None:
                 yield send
+    yield from due
 
 
 def _receive(compute: Instruction, tick: int, num_ranks: int, num_stages: int) -> Instruction | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slimpipe.program.check_exchange import Moment, check_exchange, meetings
+from slimpipe.program.check_vocabulary import check_vocabulary
 from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Instruction, Op, Unit
 from slimpipe.program.order import backward_tick, forward_tick, live_units
 from slimpipe.program.program import Program, ProgramError
@@ -33,7 +34,8 @@ def check(program: Program) -> None:
     Guarantees that every unit runs exactly once on its rank; that what it needs was computed or received before; that
     slices of a microbatch run in order on each stage and backward in reverse; that the two ends of every channel agree
     on the order of messages, so that no tags are needed; that no more than two receives per pass are posted at a time;
-    that ranks help one another as `check_exchange` asks; that the ranks never wait for one another in a circle; that
+    that ranks help one another as `check_exchange` asks, and share the vocabulary as `check_vocabulary` does; that the
+    ranks never wait for one another in a circle; that
     each rank's peak of live units is the schedule's; that every tick is the schedule's; and that every rank works
     through the phases in ascending order.
 
@@ -46,6 +48,7 @@ def check(program: Program) -> None:
         _check_causality(program, rank)
     _check_channels(program)
     check_exchange(program)
+    check_vocabulary(program)
     _check_runs(program)
     for rank in range(program.num_ranks):
         _check_live_units(program, rank)
@@ -83,8 +86,8 @@ def _check_messages(program: Program, rank: int) -> None:
         if key in position:
             raise ProgramError(f"rank {rank} has {instruction} twice")
         position[key] = index
-        helps = instruction.op in (Op.HELP_FORWARD, Op.HELP_BACKWARD)
-        if not helps and program.rank_of(instruction.unit.stage) != rank:
+        own = instruction.op.is_message or instruction.op in (Op.FORWARD, Op.BACKWARD)
+        if own and program.rank_of(instruction.unit.stage) != rank:
             raise ProgramError(f"rank {rank} has {instruction}, of a stage that it does not hold")
         peer = _peer(program, rank, instruction.op, instruction.unit)
         if instruction.peer != peer:
@@ -112,7 +115,7 @@ def _check_messages(program: Program, rank: int) -> None:
 
 def _peer(program: Program, rank: int, op: Op, unit: Unit) -> int | None:
     """Rank at the other end, or None where ``op`` of ``unit`` is no message."""
-    if op.phase is not None:
+    if not op.is_message:
         return None
     towards_last = op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
     stage = unit.stage + 1 if towards_last else unit.stage - 1
@@ -171,9 +174,9 @@ def _check_runs(program: Program) -> None:
     """Runs all ranks against one another, each until it has to wait, until all are done or none can go on.
 
     A compute instruction waits for its message to be sent, and then until all ranks that are joined to this one by
-    transfers have come as far. A send waits while two earlier sends of its channel are unmatched. The proof lets a
-    receive match only when its compute instruction is reached, and joined ranks only go on together: in a run, where
-    receives are posted earlier and ranks wait for less, they can only wait less.
+    transfers have come as far; work on the vocabulary joins all ranks. A send waits while two earlier sends of its
+    channel are unmatched. The proof lets a receive match only when its compute instruction is reached, and joined ranks
+    only go on together: in a run, where receives are posted earlier and ranks wait for less, they can only wait less.
     """
     state = _State()
     met = meetings(program)
@@ -209,14 +212,15 @@ def _run_rank(
     posted: dict[tuple[Op, Unit], Channel] = {}
     for instruction in program.instructions[rank]:
         tick, op, unit, _ = instruction
-        if op.phase is not None:
+        if not op.is_message:
             channel = posted.pop((op, unit), None)
             if channel is not None:
                 state.num_matched[channel] += 1
                 while state.num_sent[channel] < state.num_matched[channel]:
                     yield instruction
-            moment = tick, op.phase
-            joined = {(other, moment) for other in met.get((rank, moment), ())}
+            moment = tick, op.phase or op
+            others = range(program.num_ranks) if op.is_shared else met.get((rank, moment), ())
+            joined = {(other, moment) for other in others}
             if joined:
                 state.arrived.add((rank, moment))
                 while not joined <= state.arrived:
@@ -239,11 +243,11 @@ def _check_live_units(program: Program, rank: int) -> None:
 
 
 def _check_ticks(program: Program, rank: int) -> None:
-    """Compute instructions at their lock-step tick, in a tick forward first; a list never goes back in time."""
+    """Units at their lock-step tick, everything in its place in the tick; a list never goes back in time."""
     shape = _shape(program)
     del shape["num_microbatches"]
     counts = {Op.FORWARD: 0, Op.BACKWARD: 0}
-    previous = (0, False)
+    previous = (0, 0)
     for instruction in program.instructions[rank]:
         if instruction.op in counts:
             index = counts[instruction.op]
@@ -254,10 +258,10 @@ def _check_ticks(program: Program, rank: int) -> None:
                 tick = backward_tick(index, rank=rank, **shape)
             if instruction.tick != tick:
                 raise ProgramError(f"rank {rank}: {instruction}: the schedule runs it at tick {tick}")
-        if instruction.op.phase is not None:
-            now = instruction.tick, instruction.op.phase is Op.BACKWARD
-        else:
-            now = instruction.tick, previous[1] and instruction.tick == previous[0]
+        place = instruction.op.place
+        if place is None:
+            place = previous[1] if instruction.tick == previous[0] else 0
+        now = instruction.tick, place
         if now < previous:
             raise ProgramError(f"rank {rank}: {instruction}: comes after an instruction of a later moment")
         if instruction.tick >= program.num_ticks:

@@ -10,6 +10,9 @@ backward). A channel is first-in first-out.
 
 A tick has two *phases*, in which all ranks run forward and all run backward. In each, ranks with long contexts may hand
 part of their attention to ranks with short ones or with no unit at all: a `Transfer` says what.
+
+Where the ranks share the vocabulary, all of them work together on the output layer and loss of the unit that the last
+stage has just run forward, and on the embedding of the unit that the first stage is about to. See `vocabulary`.
 """
 
 from __future__ import annotations
@@ -48,13 +51,37 @@ class Op(Enum):
     """Without a unit of its own to run forward at this tick, the rank helps others with theirs, ``unit`` among them."""
     HELP_BACKWARD = "HB"
     """The same for backward."""
+    EMBED = "E"
+    """With all other ranks: embed the tokens of ``unit``, of the first stage; the result goes to the first rank."""
+    VOCABULARY = "V"
+    """With all other ranks: output layer and loss of ``unit``, of the last stage, and their gradients."""
+    EMBED_BACKWARD = "EB"
+    """With all other ranks: backward of `EMBED`, with the gradient that the first rank has for ``unit``."""
 
     @property
     def phase(self) -> Op | None:
-        """`FORWARD` or `BACKWARD` for what computes in that phase, units and help; None for messages."""
+        """`FORWARD` or `BACKWARD` for what computes in that phase, units and help; None for all else."""
         if self in (Op.FORWARD, Op.HELP_FORWARD):
             return Op.FORWARD
         return Op.BACKWARD if self in (Op.BACKWARD, Op.HELP_BACKWARD) else None
+
+    @property
+    def place(self) -> int | None:
+        """Which place in a tick it has: embedding, forward, vocabulary, backward, backward of the embedding; None for
+        messages, which stand beside what computes."""
+        if self.phase is not None:
+            return 1 if self.phase is Op.FORWARD else 3
+        return {Op.EMBED: 0, Op.VOCABULARY: 2, Op.EMBED_BACKWARD: 4}.get(self)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it posts a receive or starts a send."""
+        return self.place is None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks run it together: work on the vocabulary."""
+        return self.place is not None and self.phase is None
 
 
 class Unit(NamedTuple):
@@ -116,7 +143,7 @@ class Instruction(NamedTuple):
     op: Op
     unit: Unit
     peer: int | None = None
-    """Pipeline rank at the other end of a message; None for compute."""
+    """Pipeline rank at the other end of a message; None for all else."""
 
     def channel(self, rank: int) -> Channel:
         """The channel of a message, of which ``rank`` is told this instruction."""

@@ -40,6 +40,9 @@ class Program:
     transfers: tuple[Transfer, ...] = ()
     """Who helps whom with which part of their attention, by tick, phase, rank of the unit and helper. Every rank works
     through those that it is part of in this order, layer by layer."""
+    vocab_parallel: str = "none"
+    """Which work on the vocabulary all ranks share: "none", "output" (output layer and loss) or "both" (the embedding
+    as well)."""
 
     @property
     def num_stages(self) -> int:

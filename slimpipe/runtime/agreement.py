@@ -30,6 +30,8 @@ class StepShape(NamedTuple):
     seq_dim: int
     exchange: int
     """Hash of the options of the context exchange."""
+    vocabulary: int
+    """Hash of which work on the vocabulary is shared, and how; 0 for none."""
     num_failures: int
     """Steps that failed so far."""
 
@@ -45,6 +47,8 @@ _NAMES = {
     "num_microbatches": "n_microbatches",
     "seq_dim": "SlimPipeOptions.seq_dim",
     "exchange": "context_exchange, exchange_granularity or exchange_max_slices (a hash of the three is shown)",
+    "vocabulary": "the shared vocabulary: a VocabularyHead (as loss_fn) or VocabularyEmbedding on some ranks only, or "
+    "of another size, block_size or ignore_index (a hash is shown; 0 for none)",
     "num_failures": "the number of steps that failed: a schedule can go on only after a step that failed on all ranks",
 }
 

@@ -101,6 +101,37 @@ class Batch:
         assert self._targets is not None
         return self._cut(self._targets[microbatch], slice_)
 
+    def share(self, *, tokens: list[torch.Tensor] | None, targets: list[torch.Tensor] | None) -> None:
+        """Take over tokens and labels per microbatch that another rank was given; None to leave what is."""
+        if tokens is not None:
+            self._args = [(microbatch,) for microbatch in tokens]
+        if targets is not None:
+            self._targets = targets
+
+    def check_ids(self) -> None:
+        """Raise unless the first stage, on this rank, is given token ids and nothing else.
+
+        Raises:
+            ValueError: It is given other tensors.
+        """
+        for microbatch in self._args:
+            if len(microbatch) > 1 or any(value.dtype not in (torch.int64, torch.int32) for value in microbatch):
+                given = [f"{tuple(value.shape)} {value.dtype}" for value in microbatch]
+                raise ValueError(
+                    f"the first stage was given {given}: with a VocabularyEmbedding it must be given token ids only, "
+                    "one tensor of dtype torch.int64 or torch.int32"
+                )
+
+    @property
+    def tokens(self) -> list[torch.Tensor]:
+        """The tokens of each microbatch; empty on a rank that was given none."""
+        return [microbatch[0] for microbatch in self._args if microbatch]
+
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        """The labels of each microbatch; empty on a rank that was given none."""
+        return self._targets or []
+
     def _cut(self, value: Any, slice_: int) -> Any:
         if not isinstance(value, torch.Tensor):
             return value

@@ -18,6 +18,7 @@ from slimpipe.program import Channel, Instruction, Op, Program, SlotPlan, Unit, 
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
+from slimpipe.runtime.vocabulary import SharedVocabulary
 from slimpipe.transport import Receive, TensorMeta, Transport, lost_rank
 
 
@@ -51,6 +52,8 @@ class StepRecord:
     """Bytes that this rank sent to give away, or take over, attention; counted always, as are the seconds."""
     exchange_wait_seconds: float = 0.0
     """Time this rank waited in the exchange."""
+    vocabulary_wait_seconds: float = 0.0
+    """Time this rank spent in collectives of the shared vocabulary."""
     times: list[InstructionTime] = field(default_factory=list)
 
 
@@ -70,6 +73,11 @@ class _Step:
         """Shape and dtype of each stage's output, hence of the gradient that comes back."""
         self.waited = 0.0
 
+    def add_loss(self, unit: Unit, loss: torch.Tensor) -> None:
+        """Add the loss of a slice to that of its microbatch."""
+        before = self.losses[unit.microbatch]
+        self.losses[unit.microbatch] = loss if before is None else before + loss
+
 
 class Executor:
     """Runs the instructions of one rank.
@@ -82,6 +90,7 @@ class Executor:
         options: Options of the schedule.
         meter: Where saved bytes are counted; None to count nothing.
         exchange: This rank's part in the program's transfers; None if it has none.
+        vocabulary: This rank's part in the work on the vocabulary; None if the program shares none.
     """
 
     def __init__(
@@ -94,9 +103,11 @@ class Executor:
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
         exchange: Exchange | None = None,
+        vocabulary: SharedVocabulary | None = None,
     ) -> None:
         assert exchange is not None or not program.transfers, "the program has transfers and nothing to run them"
-        self._exchange = exchange
+        assert (vocabulary is not None) == (program.vocab_parallel != "none"), "the vocabulary is shared half-way"
+        self._exchange, self._vocabulary = exchange, vocabulary
         self.learners: dict[int, Learner] | None = None
         """By stage, what learns the attention events of the next step for later exchange; None to learn nothing."""
         self.program, self._rank, self._stages = program, rank, stages
@@ -113,6 +124,9 @@ class Executor:
             Op.SEND_BACKWARD: self._send_backward,
             Op.HELP_FORWARD: self._help,
             Op.HELP_BACKWARD: self._help,
+            Op.EMBED: self._embed,
+            Op.VOCABULARY: self._share_loss,
+            Op.EMBED_BACKWARD: self._embed_backward,
         }
         instructions = program.instructions[rank]
         self._last_backward = {i.unit.stage: i.unit for i in instructions if i.op is Op.BACKWARD}
@@ -123,8 +137,8 @@ class Executor:
         """Run one step.
 
         Returns:
-            Detached loss per microbatch (empty off the last stage or without a loss function), and the last stage's
-            outputs per microbatch and slice (empty unless ``keep_outputs``).
+            Detached loss per microbatch (empty off the last stage, unless the vocabulary is shared, and without a loss
+            function), and the last stage's outputs per microbatch and slice (empty unless ``keep_outputs``).
 
         Raises:
             PipelineError: A message failed; names the rank, the instruction and its stage.
@@ -140,13 +154,16 @@ class Executor:
             buffers = self._buffers.setdefault(len(stage.attention), [SlotBuffers(plan) for _ in stage.attention])
             stage.begin(plan, buffers, keep_output=self._options.keep_attention_output, meter=self._meter)
         instruction: Instruction | None = None
+        waited_before = 0.0 if self._vocabulary is None else self._vocabulary.waited
         try:
+            if self._vocabulary is not None:
+                self._vocabulary.begin(self.program, batch, loss_kwargs=loss_kwargs)
             for instruction in self.program.instructions[self._rank]:
-                start, step.waited = time.perf_counter(), -self._waited_in_exchange
+                start, step.waited = time.perf_counter(), -self._waited_with_all
                 self._handlers[instruction.op](step, instruction)
                 if self._options.record_times:
                     end = time.perf_counter()
-                    waited = step.waited + self._waited_in_exchange
+                    waited = step.waited + self._waited_with_all
                     self.record.times.append(InstructionTime(instruction, start, end, waited))
             instruction = None
             if self._transport is not None:
@@ -155,8 +172,11 @@ class Executor:
                 self._exchange.finish()
                 self.record.exchange_bytes = self._exchange.sent_bytes
                 self.record.exchange_wait_seconds = self._exchange.waited
+            if self._vocabulary is not None:
+                self._vocabulary.end()
+                self.record.vocabulary_wait_seconds = self._vocabulary.waited - waited_before
         except BaseException as error:
-            where = "waiting for its last sends" if instruction is None else instruction
+            where = "the start or end of its step" if instruction is None else instruction
             error.add_note(f"slimpipe: pipeline rank {self._rank} was at: {where}")
             self._drop()
             raise
@@ -177,9 +197,9 @@ class Executor:
         return 0 if self._exchange is None else self._exchange.held_bytes
 
     @property
-    def _waited_in_exchange(self) -> float:
-        """Seconds of the step so far."""
-        return 0.0 if self._exchange is None else self._exchange.waited
+    def _waited_with_all(self) -> float:
+        """Seconds so far in the exchange and in the vocabulary's collectives."""
+        return sum(part.waited for part in (self._exchange, self._vocabulary) if part is not None)
 
     # Instructions ----------------------------------------------------------------------------------------------------
 
@@ -187,20 +207,22 @@ class Executor:
         unit = instruction.unit
         stage = self._stages[unit.stage]
         sharing = self._sharing(instruction)
+        received = self._embedded() if stage.is_first else self._take(step, Op.RECEIVE_FORWARD, instruction)
         output, loss = stage.forward(
             unit,
             step.batch,
-            None if stage.is_first else self._take(step, Op.RECEIVE_FORWARD, instruction),
+            received,
             loss_kwargs=step.loss_kwargs,
             with_backward=not self.program.forward_only,
             sharing=sharing,
         )
         sharing.finish()
         if loss is not None:
-            before = step.losses[unit.microbatch]
-            step.losses[unit.microbatch] = loss if before is None else before + loss
+            step.add_loss(unit, loss)
+        if stage.is_last and self._vocabulary is not None:
+            self._vocabulary.put_hidden(output)
         if not stage.is_last:
-            step.metas[unit.stage] = TensorMeta(tuple(output.shape), output.dtype)
+            step.metas[unit.stage] = TensorMeta.of(output)
             step.made[Op.SEND_FORWARD, unit] = output
         elif step.keep_outputs:
             step.outputs[unit.microbatch].append(output)
@@ -209,15 +231,40 @@ class Executor:
     def _backward(self, step: _Step, instruction: Instruction) -> None:
         unit = instruction.unit
         stage = self._stages[unit.stage]
-        gradient = None if stage.is_last else self._take(step, Op.RECEIVE_BACKWARD, instruction)
+        gradient = self._gradient_of_loss(unit) if stage.is_last else self._take(step, Op.RECEIVE_BACKWARD, instruction)
         if unit == self._last_backward[unit.stage]:
             stage.sync_gradients()
         sharing = self._sharing(instruction)
         gradient = stage.backward(unit, gradient, sharing=sharing)
         sharing.finish()
         if gradient is not None:
-            step.made[Op.SEND_BACKWARD, unit] = gradient
+            step.made[Op.EMBED_BACKWARD if stage.is_first else Op.SEND_BACKWARD, unit] = gradient
         self._measure()
+
+    def _share_loss(self, step: _Step, instruction: Instruction) -> None:
+        assert self._vocabulary is not None
+        step.add_loss(instruction.unit, self._vocabulary.loss(instruction.unit))
+        self._measure()
+
+    def _embed(self, step: _Step, instruction: Instruction) -> None:
+        assert self._vocabulary is not None
+        self._vocabulary.embed(instruction.unit)
+
+    def _embed_backward(self, step: _Step, instruction: Instruction) -> None:
+        assert self._vocabulary is not None
+        gradient = step.made.pop((instruction.op, instruction.unit), None)
+        self._vocabulary.embed_backward(instruction.unit, gradient)
+
+    def _embedded(self) -> torch.Tensor | None:
+        """What enters the first stage, if not the tokens."""
+        if self.program.vocab_parallel != "both":
+            return None
+        assert self._vocabulary is not None
+        return self._vocabulary.take_embedded()
+
+    def _gradient_of_loss(self, unit: Unit) -> torch.Tensor | None:
+        """Gradient of the last stage's output, if the unit does not end in its own loss."""
+        return None if self._vocabulary is None else self._vocabulary.take_gradient(unit)
 
     def _help(self, step: _Step, instruction: Instruction) -> None:
         sharing = self._sharing(instruction)
@@ -313,8 +360,9 @@ class Executor:
         self._buffers.clear()
         if self._transport is not None:
             self._transport.drop()
-        if self._exchange is not None:
-            self._exchange.drop()
+        for part in (self._exchange, self._vocabulary):
+            if part is not None:
+                part.drop()
 
 
 def _plan_together(program: Program, stages: dict[int, Stage]) -> dict[int, SlotPlan]:

@@ -23,8 +23,10 @@ from slimpipe.runtime.executor import Executor
 from slimpipe.runtime.measure import exchange_costs
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
-from slimpipe.torch_private import group_timeout
-from slimpipe.transport import Transport
+from slimpipe.runtime.vocabulary import SharedVocabulary
+from slimpipe.torch_private import group_timeout, set_group_timeout
+from slimpipe.transport import Transport, new_pipeline_group
+from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Executors:
         device: Where the stages run.
         options: Options of the schedule.
         meter: Where saved bytes are counted; None to count nothing.
+        head: This rank's part of a shared output layer; None where the last stage has its own.
+        embedding: This rank's part of a shared embedding; None where the first stage has its own.
     """
 
     def __init__(
@@ -57,7 +61,12 @@ class Executors:
         device: torch.device,
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
+        head: VocabularyHead | None,
+        embedding: VocabularyEmbedding | None,
     ) -> None:
+        self._head, self._embedding = head, embedding
+        self._vocabulary: SharedVocabulary | None = None
+        self._vocabulary_group: dist.ProcessGroup | None = None
         self._program, self._build, self._rank, self._stages = program, build, rank, stages
         self._group, self._device, self._options, self._meter = group, device, options, meter
         self._transport: Transport | None = None
@@ -98,11 +107,15 @@ class Executors:
         for channels in (self._transport, self._mailbox):
             if channels is not None:
                 channels.close()
+        if self._vocabulary_group is not None:
+            dist.destroy_process_group(self._vocabulary_group)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K,V on this rank, those held for other ranks included."""
-        return sum(executor.kv_bytes + executor.held_bytes for executor in self._everyone())
+        """Bytes of K,V on this rank, those held for other ranks included, and of gradients of hidden states."""
+        return sum(executor.kv_bytes + executor.held_bytes for executor in self._everyone()) + (
+            0 if self._vocabulary is None else self._vocabulary.num_bytes
+        )
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -112,6 +125,13 @@ class Executors:
 
     def _reach_others(self, shape: StepShape) -> None:
         """Make, or bring up to date, the channels of the pipeline."""
+        if self._vocabulary is None and self._head is not None:
+            if self._group is not None:
+                ranks = dist.get_process_group_ranks(self._group)
+                self._vocabulary_group = new_pipeline_group(ranks, group_timeout(self._group, self._device))
+            self._vocabulary = SharedVocabulary(
+                self._head, self._embedding, group=self._vocabulary_group, device=self._device
+            )
         if self._group is None:
             return
         timeout = group_timeout(self._group, self._device)
@@ -129,6 +149,8 @@ class Executors:
         self._transport.set_timeout(timeout)
         if self._mailbox is not None:
             self._mailbox.set_timeout(timeout)
+        if self._vocabulary_group is not None:
+            set_group_timeout(self._vocabulary_group, timeout)
 
     def _plain_executor(self, shape: StepShape) -> Executor:
         trains = bool(shape.has_backward)
@@ -145,6 +167,7 @@ class Executors:
             options=self._options,
             meter=self._meter,
             exchange=exchange,
+            vocabulary=self._vocabulary,
         )
 
     def _plan(self, shape: StepShape, learners: dict[int, Learner]) -> Executor:

@@ -27,11 +27,7 @@ def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[s
             takes no ``positions`` or ``attention_masks`` although the stage holds `SliceAttention`.
     """
     where = f"stage {index}"
-    if any(isinstance(module, DistributedDataParallel) or is_replicated(module) for module in submod.modules()):
-        raise ValueError(
-            f"{where} uses DistributedDataParallel (or composable replicate, which is the same), which cannot wait "
-            "with its reduction for the last slice; use fully_shard (FSDP2) over the data-parallel axis"
-        )
+    refuse_data_parallel_wrappers(submod, where)
     for name, module in submod.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ValueError(
@@ -54,6 +50,19 @@ def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[s
             "SliceAttention layers (positions: where each token of the slice stands in its document)"
         )
     return takes if has_attention or not anything else set()
+
+
+def refuse_data_parallel_wrappers(module: nn.Module, where: str) -> None:
+    """Refuse data parallelism that reduces gradients in every backward.
+
+    Raises:
+        ValueError: DistributedDataParallel, or composable replicate.
+    """
+    if any(isinstance(part, DistributedDataParallel) or is_replicated(part) for part in module.modules()):
+        raise ValueError(
+            f"{where} uses DistributedDataParallel (or composable replicate, which is the same), which cannot wait "
+            "with its reduction for the last slice; use fully_shard (FSDP2) over the data-parallel axis"
+        )
 
 
 class RefuseWholeAttention(TorchFunctionMode):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 
 from slimpipe.attention.context import SliceContext, StageStore
 from slimpipe.attention.events import Phase, Sharing
@@ -20,6 +19,7 @@ from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.attention.slice_attention import SliceAttention
 from slimpipe.program import SlotPlan, Unit
 from slimpipe.runtime.batch import Batch
+from slimpipe.runtime.gradient_sync import GradientSync
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.refusals import RefuseWholeAttention, check_loss_adds_up, check_module
 
@@ -43,8 +43,8 @@ class Stage:
     Args:
         submod: The stage's module, taking the activation (tokens on the first stage) and keyword arguments.
         index: Global stage index.
-        is_first: Whether it takes tokens.
-        is_last: Whether its output goes to ``loss_fn``.
+        is_first: Whether it is the first stage.
+        is_last: Whether its output goes to ``loss_fn``, where there is one.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)`` -> scalar sum, or None.
         kernel: See `SlimPipeOptions.kernel`.
         device: Where the stage runs.
@@ -67,7 +67,7 @@ class Stage:
         self.submod, self.index, self.is_first, self.is_last = submod, index, is_first, is_last
         self._loss_fn, self._kernel = loss_fn, kernel
         self.attention = [module for module in submod.modules() if isinstance(module, SliceAttention)]
-        self._fsdp = [module for module in submod.modules() if isinstance(module, FSDPModule)]
+        self._gradient_sync = GradientSync(submod)
         self._takes = check_module(submod, index=index, has_attention=bool(self.attention))
         for name in {kernel, *(module.kernel for module in self.attention)}:
             check_kernel_runs(name, device=device)
@@ -93,11 +93,11 @@ class Stage:
         self._store = StageStore(plan, layers, hold=None if meter is None else meter.hold)
         self._meter = meter
         self._keep_output = keep_output
-        self._set_gradient_sync(False)
+        self._gradient_sync.set(last=False)
 
     def sync_gradients(self) -> None:
         """The next backward is the step's last: data parallelism reduces gradients in it."""
-        self._set_gradient_sync(True)
+        self._gradient_sync.set(last=True)
 
     def end(self) -> None:
         """End a step: nothing of it stays."""
@@ -108,7 +108,7 @@ class Stage:
         """Let go of everything, and leave data parallelism as it is outside of steps."""
         self._live.clear()
         self._store = None
-        self._set_gradient_sync(True)
+        self._gradient_sync.set(last=True)
 
     # A unit ----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,8 @@ class Stage:
         sharing: Sharing | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one unit forward; ``sharing`` is what other ranks have to do with it.
+
+        Without a ``received`` activation the stage gets the tokens.
 
         Returns:
             The stage's output, detached, and on the last stage its detached loss (None without a loss function).
@@ -155,10 +157,10 @@ class Stage:
     def backward(
         self, unit: Unit, gradient: torch.Tensor | None, *, sharing: Sharing | None = None
     ) -> torch.Tensor | None:
-        """Run one unit backward; ``gradient`` is that of its output, None on the last stage.
+        """Run one unit backward; ``gradient`` is that of its output, None if it ended in its loss.
 
         Returns:
-            Gradient of the received activation; None on the first stage.
+            Gradient of the received activation; None if there was none.
         """
         live = self._live.pop(unit)
         live.context.enter(Phase.BACKWARD, sharing)
@@ -219,9 +221,3 @@ class Stage:
                 "only: pass attention_masks untouched to every one of them"
             )
         self._attention_checked = True
-
-    def _set_gradient_sync(self, last: bool) -> None:
-        for module in self._fsdp:
-            module.set_is_last_backward(last)
-            module.set_reshard_after_backward(last, recurse=False)
-            module.set_requires_gradient_sync(last, recurse=False)

@@ -32,7 +32,9 @@ class VocabularyEmbedding(VocabularyRows):
         vocab_size: V.
         group: Process group, DeviceMesh axis, or None for one rank.
         reduce_to: The rank of the group that gets the embedding. None: no collectives; each rank gets its part, zeros
-            for ids of other ranks, and expects the gradient of the sum; the caller sends.
+            for ids of other ranks, and expects the gradient of the sum; the caller sends. A pipeline schedule asks for
+            this.
+        rows: Which rows these are, where `shard_rows` over the group does not say it.
 
     Raises:
         ValueError: ``weight`` is not of this rank's shape, ``reduce_to`` is no rank of the group, the mesh has several
@@ -40,9 +42,15 @@ class VocabularyEmbedding(VocabularyRows):
     """
 
     def __init__(
-        self, weight: nn.Parameter, *, vocab_size: int, group: Group = None, reduce_to: int | None = 0
+        self,
+        weight: nn.Parameter,
+        *,
+        vocab_size: int,
+        group: Group = None,
+        reduce_to: int | None = 0,
+        rows: range | None = None,
     ) -> None:
-        super().__init__(weight, vocab_size=vocab_size, group=group)
+        super().__init__(weight, vocab_size=vocab_size, group=group, rows=rows)
         if reduce_to is not None:
             self.ranks.check_member("reduce_to", reduce_to)
         self.reduce_to = reduce_to
@@ -99,7 +107,7 @@ class _Lookup(torch.autograd.Function):
             part_BLD = weight_RD.new_zeros(shape)
         if reduce_to is None:
             return part_BLD
-        ranks.sum_to(reduce_to, part_BLD)  # exact in any dtype: all terms but one are zero
+        ranks.start_sum_to(reduce_to, part_BLD).wait()  # exact in any dtype: all terms but one are zero
         if ranks.rank == reduce_to:
             return part_BLD
         # One zero seen everywhere; not by expand(), since FSDP2 warns of modules that return views.
@@ -115,7 +123,7 @@ class _Lookup(torch.autograd.Function):
                 grad_BLD = grad_BLD.contiguous()
             else:
                 grad_BLD = torch.empty(grad_BLD.shape, dtype=grad_BLD.dtype, device=grad_BLD.device)
-            ctx.ranks.broadcast(ctx.reduce_to, grad_BLD)
+            ctx.ranks.start_broadcast(ctx.reduce_to, grad_BLD).wait()
         # Gradients of ids that other ranks hold go to one row more, which is dropped. Wide, because a frequent id adds
         # up many of them.
         dim, wide = grad_BLD.shape[-1], wide_dtype(grad_BLD.dtype)

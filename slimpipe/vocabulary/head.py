@@ -44,7 +44,8 @@ class VocabularyHead(VocabularyRows):
         reduce_to: Where the gradient of the hidden states, a sum over ranks, ends up: "all": on every rank. A rank of
             the group: on this one; hidden states get no gradient on the others (None, or zeros where a hook such as
             FSDP2's makes them). None: nowhere; each rank gets its part, and the caller sends and adds them (in float32:
-            added in bfloat16, eight parts have twice the error).
+            added in bfloat16, eight parts have twice the error). A pipeline schedule asks for this.
+        rows: Which rows these are, where `shard_rows` over the group does not say it.
 
     Raises:
         ValueError: ``weight`` is not of this rank's shape, ``block_size`` < 1, ``reduce_to`` is no rank of the group,
@@ -60,8 +61,9 @@ class VocabularyHead(VocabularyRows):
         block_size: int = 1024,
         ignore_index: int = -100,
         reduce_to: ReduceTo = "all",
+        rows: range | None = None,
     ) -> None:
-        super().__init__(weight, vocab_size=vocab_size, group=group)
+        super().__init__(weight, vocab_size=vocab_size, group=group, rows=rows)
         if block_size < 1:
             raise ValueError(f"block_size = {block_size}: it must be at least one token; nearest legal value: 1")
         if isinstance(reduce_to, int):
@@ -201,5 +203,5 @@ def _reduce(grad_TD: Tensor, ranks: Ranks, reduce_to: ReduceTo) -> Tensor | None
     if reduce_to == "all":
         ranks.all_sum(sum_TD)
     else:
-        ranks.sum_to(reduce_to, sum_TD)
+        ranks.start_sum_to(reduce_to, sum_TD).wait()
     return sum_TD.to(grad_TD.dtype) if reduce_to in ("all", ranks.rank) else None

@@ -1,20 +1,48 @@
-"""The ranks that share a vocabulary, and the four collectives they need."""
+"""The ranks that share a vocabulary, and the collectives they need."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from slimpipe.transport import PipelineError
+
+_T = TypeVar("_T")
+
 Group = dist.ProcessGroup | DeviceMesh | None
 """Who shares a vocabulary: a process group, a one-dimensional DeviceMesh, or None for this rank alone."""
 
 
+class Pending:
+    """A collective under way: `wait` waits for it, and gives its tensor."""
+
+    def __init__(self, tensor: Tensor, wait: Callable[[], object]) -> None:
+        self._tensor, self._wait = tensor, wait
+
+    def wait(self) -> Tensor:
+        """The tensor, when the collective is done. May be called again."""
+        self._wait()
+        self._wait = lambda: None
+        return self._tensor
+
+
 class Ranks:
-    """The members of a group, numbered 0 .. size - 1. Every method is collective, works in place and waits.
+    """The members of a group, numbered 0 .. size - 1.
+
+    Every collective works in place and raises PipelineError where a rank is lost. All wait, except those that give a
+    `Pending`.
 
     Args:
         group: This rank must be a member.
+
+    Attributes:
+        members: Their global ranks.
+        waited: Seconds spent in collectives so far.
 
     Raises:
         ValueError: The mesh has more than one dimension, or this rank is no member of the group.
@@ -31,6 +59,8 @@ class Ranks:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.waited = 0.0
+        self.members = [0] if group is None else dist.get_process_group_ranks(group)
         if self.rank < 0:
             raise ValueError(
                 f"group holds ranks {dist.get_process_group_ranks(group)}, but this is rank {dist.get_rank()}: "
@@ -48,19 +78,36 @@ class Ranks:
     def all_max(self, tensor: Tensor) -> None:
         """Largest values, on every rank."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+            self._wait(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group))
 
     def all_sum(self, tensor: Tensor) -> None:
         """Sums, on every rank."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+            self._wait(lambda: dist.all_reduce(tensor, group=self._group))
 
-    def sum_to(self, rank: int, tensor: Tensor) -> None:
-        """Sums, on one rank; elsewhere ``tensor`` is undefined afterwards."""
-        if self.size > 1:
-            dist.reduce(tensor, group=self._group, group_dst=rank)
+    def start_sum_to(self, rank: int, tensor: Tensor) -> Pending:
+        """Sums, on one rank; elsewhere the tensor is undefined afterwards."""
+        return self._start(tensor, lambda: dist.reduce(tensor, group=self._group, group_dst=rank, async_op=True))
 
-    def broadcast(self, rank: int, tensor: Tensor) -> None:
+    def start_broadcast(self, rank: int, tensor: Tensor) -> Pending:
         """The values of one rank, on every rank."""
-        if self.size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=rank)
+        return self._start(tensor, lambda: dist.broadcast(tensor, group=self._group, group_src=rank, async_op=True))
+
+    def _start(self, tensor: Tensor, start: Callable[[], dist.Work | None]) -> Pending:
+        if self.size == 1:
+            return Pending(tensor, lambda: None)
+        work = self._wait(start)
+        assert work is not None
+        return Pending(tensor, lambda: self._wait(work.wait))
+
+    def _wait(self, wait: Callable[[], _T]) -> _T:
+        start = time.perf_counter()
+        try:
+            return wait()
+        except RuntimeError as error:
+            raise PipelineError(
+                f"rank {self.rank} of the {self.size} that share the vocabulary lost another: it failed, died or is "
+                f"stuck ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            self.waited += time.perf_counter() - start

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
+from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.model import (
     IGNORED,
     Decoder,
@@ -47,6 +49,11 @@ class Case:
     num_layers: int | None = None
     runs: str = "TET"
     """T: a training step on a batch of its own; E: an evaluation of the last batch."""
+    vocab: int = 32
+    vocab_parallel: str = "none"
+    tied: bool = False
+    block_size: int = 3
+    """Of a shared head."""
     options: dict[str, Any] = field(default_factory=lambda: {"context_exchange": "off"})
 
     @property
@@ -65,7 +72,7 @@ def make_batch(case: Case, seed: int) -> Batch:
     """Tokens, labels and positions."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.m * case.batch, case.seq_len)
-    tokens, labels = (torch.randint(0, 32, shape, generator=generator) for _ in range(2))
+    tokens, labels = (torch.randint(0, case.vocab, shape, generator=generator) for _ in range(2))
     if case.ignored == "slices":  # one slice of the first microbatch, and all of the last one's second half
         labels[: case.batch, : case.slice_len] = IGNORED
         labels[-case.batch :, case.seq_len // 2 :] = IGNORED
@@ -83,6 +90,8 @@ def unsliced(case: Case, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tens
     model = Decoder(
         layers=range(case.num_layers or case.num_stages),
         num_kv_heads=case.num_kv_heads,
+        vocab=case.vocab,
+        tied=case.tied,
         inner=DenseAttention if case.seq_len <= 128 else TorchAttention,
     )
     losses = []
@@ -96,12 +105,26 @@ def unsliced(case: Case, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tens
     return {name: parameter.grad for name, parameter in model.named_parameters()}, losses
 
 
+class Shared(nn.Module):
+    """This rank's rows of a whole decoder's embedding and head; of parameters that are one, the first name counts."""
+
+    def __init__(self, whole: Decoder, case: Case, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        settings = {"group": group or dist.group.WORLD, "reduce_to": None}
+        self.embedding = None
+        if case.vocab_parallel == "both":
+            self.embedding = VocabularyEmbedding.from_embedding(whole.embedding, **settings)
+        self.head = VocabularyHead.from_linear(whole.head, block_size=case.block_size, **settings)
+        if case.tied:
+            self.head.weight = self.embedding.weight
+
+
 def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **options):
     """The pipeline of this rank on a group (default: all), with the weights of `unsliced`, and its model parts."""
     rank = dist.get_rank()
     num_layers = case.num_layers or case.num_stages
     torch.manual_seed(0)
-    whole = Decoder(layers=range(num_layers), num_kv_heads=case.num_kv_heads)
+    whole = Decoder(layers=range(num_layers), num_kv_heads=case.num_kv_heads, vocab=case.vocab, tied=case.tied)
     layers = stage_layers(num_layers, case.num_stages)
     stages = []
     for index in range(rank, case.num_stages, case.p):
@@ -111,19 +134,23 @@ def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **optio
             is_last=index == case.num_stages - 1,
             num_kv_heads=case.num_kv_heads,
             recompute=case.recompute,
+            vocab=case.vocab,
+            vocab_parallel=case.vocab_parallel,
         )
         part.load_state_dict({name: value for name, value in whole.state_dict().items() if name in part.state_dict()})
         stages.append(PipelineStage(part, index, case.num_stages, torch.device("cpu"), group=group))
+    shared = None if case.vocab_parallel == "none" else Shared(whole, case, group)
     settings = {
-        "loss_fn": sum_loss,
+        "loss_fn": sum_loss if shared is None else shared.head,
         "num_slices": case.n,
         "options": SlimPipeOptions(keep_attention_output=case.keep_output, **case.options | options),
+        "embedding": None if shared is None else shared.embedding,
     }
     if case.v == 1:
         schedule = ScheduleSlimPipe(stages[0], case.m, **settings)
     else:
         schedule = ScheduleInterleavedSlimPipe(stages, case.m, **settings)
-    return schedule, [stage.submod for stage in stages]
+    return schedule, [stage.submod for stage in stages] + ([] if shared is None else [shared])
 
 
 def run_step(schedule, case: Case, batch: Batch, *, evaluate: bool = False) -> list[torch.Tensor]:
@@ -136,12 +163,20 @@ def run_step(schedule, case: Case, batch: Batch, *, evaluate: bool = False) -> l
     if evaluate:
         schedule.eval(*args, target=target, losses=losses, **kwargs)
     else:
-        loss_kwargs = {"num_tokens": tokens.numel()}
+        loss_kwargs = {"num_tokens" if case.vocab_parallel == "none" else "denominator": tokens.numel()}
         schedule.step(*args, target=target, losses=losses, loss_kwargs=loss_kwargs, return_outputs=False, **kwargs)
     return losses
 
 
-def errors_of(schedule, parts: list[Decoder], case: Case) -> dict[str, float]:
+def expected_gradient(part: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """Of a parameter of a part, out of the gradient of the parameter of this name of the whole model."""
+    if not isinstance(part, Shared):
+        return whole
+    rows = part.get_submodule(name.removesuffix(".weight")).rows
+    return whole[rows.start : rows.stop]
+
+
+def errors_of(schedule, parts: list[nn.Module], case: Case) -> dict[str, float]:
     """Runs on every rank what the case says: relative errors of this rank's gradients and losses, by name."""
     batches = [make_batch(case, seed) for seed in range(1, 1 + case.runs.count("T"))]
     expected = [unsliced(case, batches) if dist.get_rank() == 0 else None]
@@ -154,7 +189,7 @@ def errors_of(schedule, parts: list[Decoder], case: Case) -> dict[str, float]:
         else:
             evaluated.append(run_step(schedule, case, batches[-1], evaluate=True))
     errors = {
-        name: relative_error(parameter.grad, gradients[name])
+        name: relative_error(parameter.grad, expected_gradient(part, name, gradients[name]))
         for part in parts
         for name, parameter in part.named_parameters()
     }
