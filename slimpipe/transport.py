@@ -216,7 +216,9 @@ class Transport:
         self.drop()
         for group in self._process_groups:
             dist.destroy_process_group(group)
+        # Its threads live as long as a group is referred to, and gloo's wake a hundred times a second.
         self._process_groups.clear()
+        self._groups.clear()
 
     @property
     def num_unfinished_sends(self) -> int:

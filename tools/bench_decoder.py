@@ -68,14 +68,16 @@ class Decoder(nn.Module):
         self.head: nn.Linear | None = nn.Linear(size.dim, size.vocab, bias=False)
         self.half_head_dim = size.dim // size.num_heads // 2
 
-    def keep(self, stage: int, num_stages: int) -> Decoder:
-        """Drop what other stages hold."""
+    def keep(self, stage: int, num_stages: int, *, vocab_parallel: str = "none") -> Decoder:
+        """Drop what other stages hold, and what all ranks share."""
         count = len(self.blocks) // num_stages
         self.blocks = self.blocks[stage * count : (stage + 1) * count]
-        if stage > 0:
+        if stage > 0 or vocab_parallel == "both":
             self.embedding = None
+        if stage < num_stages - 1 or vocab_parallel != "none":
+            self.head = None
         if stage < num_stages - 1:
-            self.norm = self.head = None
+            self.norm = None
         return self
 
     def forward(self, x: Tensor, positions: Tensor, attention_masks: object = None) -> Tensor:
@@ -85,4 +87,5 @@ class Decoder(nn.Module):
         rotation = angle_BL1H.cos().to(h_BLD.dtype), angle_BL1H.sin().to(h_BLD.dtype)
         for block in self.blocks:
             h_BLD = block(h_BLD, rotation, positions=positions, attention_masks=attention_masks)
-        return h_BLD if self.head is None or self.norm is None else self.head(self.norm(h_BLD))
+        h_BLD = h_BLD if self.norm is None else self.norm(h_BLD)
+        return h_BLD if self.head is None else self.head(h_BLD)

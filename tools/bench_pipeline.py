@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench_decoder import Decoder, DecoderSize
 from bench_ranks import gathered, over_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
 from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 TORCH_SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 SCHEDULES = (*TORCH_SINGLE, "Interleaved1F1B", "SlimPipe", "InterleavedSlimPipe")
@@ -36,6 +37,7 @@ class Setting(DecoderSize):
     num_microbatches: int = 2
     num_stages_per_rank: int = 2
     num_slices: tuple[int, ...] = (8,)
+    vocab_parallel: tuple[str, ...] = ("none",)
     num_threads: int = 1
     dtype: str = "float32"
     schedules: tuple[str, ...] = SCHEDULES
@@ -52,17 +54,17 @@ class ComputeClock:
     def reset(self) -> None:
         self.wall_seconds = self.cpu_seconds = 0.0
 
-    def timed(self, fn: Callable) -> Callable:
-        """``fn``, its calls counted."""
+    def timed(self, fn: Callable, waited: Callable[[], float] = lambda: 0.0) -> Callable:
+        """``fn``, its calls counted, without the time that it waits for others; ``waited`` gives the total of that."""
 
         @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
-            wall, cpu = time.perf_counter(), time.thread_time()
+            wall, cpu = time.perf_counter() - waited(), time.thread_time()
             try:
                 return fn(*args, **kwargs)
             finally:
                 self.cpu_seconds += time.thread_time() - cpu
-                self.wall_seconds += time.perf_counter() - wall
+                self.wall_seconds += time.perf_counter() - waited() - wall
                 self.after_call()
 
         return call
@@ -86,21 +88,31 @@ class Bench:
         name: One of `SCHEDULES`.
         setting: Model and shapes.
         num_slices: Slices per microbatch of our schedules.
+        vocab_parallel: What all ranks share of the vocabulary under our schedules: "none", "output" or "both".
         options: Of our schedules.
     """
 
-    def __init__(self, name: str, setting: Setting, *, num_slices: int, options: SlimPipeOptions | None = None) -> None:
-        self.name, self.is_ours = name, name.endswith("SlimPipe")
-        self.title = f"{name} n={num_slices}" if self.is_ours else name
+    def __init__(
+        self,
+        name: str,
+        setting: Setting,
+        *,
+        num_slices: int,
+        vocab_parallel: str = "none",
+        options: SlimPipeOptions | None = None,
+    ) -> None:
+        self.name, self.vocab_parallel, self.is_ours = name, vocab_parallel, name.endswith("SlimPipe")
+        self.title = title(name, num_slices=num_slices, vocab_parallel=vocab_parallel)
         self.clock = ComputeClock()
+        self._loss: dict[str, Any] = {}
         rank, count = dist.get_rank(), setting.num_microbatches
         v = setting.num_stages_per_rank if name.startswith("Interleaved") else 1
         num_stages = v * setting.num_ranks
         self.num_calls = 2 * v * count * (num_slices if self.is_ours else 1)
-        self.parts = []
+        self.parts: list[nn.Module] = []
         for index in range(rank, num_stages, setting.num_ranks):
             torch.manual_seed(0)
-            part = Decoder(setting).keep(index, num_stages).to(DTYPES[setting.dtype])
+            part = Decoder(setting).keep(index, num_stages, vocab_parallel=vocab_parallel).to(DTYPES[setting.dtype])
             part.forward = self.clock.timed(part.forward)
             self.parts.append(part)
         stages: list[Any] = [
@@ -108,10 +120,13 @@ class Bench:
             for j, part in enumerate(self.parts)
         ]
         num_tokens = count * setting.seq_len
-        loss_fn = self.clock.timed(lambda output, target: cross_entropy_sum(output, target) / num_tokens)
+        loss_fn: Callable = self.clock.timed(lambda output, target: cross_entropy_sum(output, target) / num_tokens)
         self.schedule: Any
         if self.is_ours:
             ours: dict[str, Any] = {"num_slices": num_slices, "options": options}
+            if vocab_parallel != "none":
+                loss_fn, ours["embedding"] = self._share_vocabulary(setting, vocab_parallel)
+                self._loss = {"loss_kwargs": {"denominator": num_tokens}}
             if name == "SlimPipe":
                 self.schedule = ScheduleSlimPipe(stages[0], count, loss_fn, **ours)
             else:
@@ -127,6 +142,22 @@ class Bench:
         self._kwargs = {"positions": torch.arange(setting.seq_len).expand(shape)}
         self._target = labels if rank == setting.num_ranks - 1 else None
 
+    def _share_vocabulary(
+        self, setting: Setting, vocab_parallel: str
+    ) -> tuple[VocabularyHead, VocabularyEmbedding | None]:
+        """This rank's rows of the whole model's output layer and embedding; they are parts of their own."""
+        torch.manual_seed(0)
+        whole = Decoder(setting).to(DTYPES[setting.dtype])
+        assert whole.head is not None and whole.embedding is not None
+        shared: dict[str, Any] = {"group": dist.group.WORLD, "reduce_to": None}
+        head = VocabularyHead.from_linear(whole.head, **shared)
+        embedding = VocabularyEmbedding.from_embedding(whole.embedding, **shared) if vocab_parallel == "both" else None
+        modules = [head] if embedding is None else [head, embedding]
+        for module in modules:
+            module.forward = self.clock.timed(module.forward, waited=partial(getattr, module.ranks, "waited"))
+        self.parts += modules
+        return head, embedding
+
     def step(self) -> float:
         """Run one step from zero gradients; returns the sum of this rank's losses."""
         for part in self.parts:
@@ -134,7 +165,9 @@ class Bench:
         self.clock.reset()
         losses: list[Tensor] = []
         with backward_replaced(self.clock.timed(torch.autograd.backward)):
-            self.schedule.step(*self._args, target=self._target, losses=losses, return_outputs=False, **self._kwargs)
+            self.schedule.step(
+                *self._args, target=self._target, losses=losses, return_outputs=False, **self._loss, **self._kwargs
+            )
         return sum(loss.item() for loss in losses)
 
     def loss_and_grad_norm(self) -> tuple[float, float]:
@@ -178,6 +211,13 @@ class Bench:
         """End the schedule's process groups."""
         if self.is_ours:
             self.schedule.close()
+
+
+def title(name: str, *, num_slices: int, vocab_parallel: str) -> str:
+    """What a report calls a schedule."""
+    if not name.endswith("SlimPipe"):
+        return name
+    return f"{name} n={num_slices}" + ("" if vocab_parallel == "none" else f" {vocab_parallel}")
 
 
 def cross_entropy_sum(output: Tensor, target: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Pipeline schedules side by side: step time, bubble, memory and host time, on one machine's CPU.
 
-    python tools/bench_schedules.py [--num-slices 8 16] [--schedules 1F1B SlimPipe] [--rounds 7] [--json]
+    python tools/bench_schedules.py [--num-slices 8 16] [--schedules 1F1B SlimPipe] [--vocab-parallel none output]
+        [--rounds 7] [--json]
 
 Starts its own ranks (gloo on the loopback address). Every schedule trains the same model, from the same weights, on the
 same tokens, over the same process group. Figures are printed only if all agree on loss and gradient norm.
+
+Under ``--vocab-parallel output`` or ``both`` all ranks share the output layer, or that and the embedding.
 
 - *Step time*: from a barrier to the end of the slowest rank's step, which starts without gradients. One step of each
   schedule per round, in alternating order. The speed-up over the first is the median of the rounds' own ratios.
@@ -29,14 +32,16 @@ from typing import Any
 
 import torch.distributed as dist
 from bench_cli import aligned, check_layers, parse_setting, setting_parser
-from bench_pipeline import DTYPES, SCHEDULES, Bench, Setting, StepTime, disagreement
+from bench_pipeline import DTYPES, SCHEDULES, Bench, Setting, StepTime, disagreement, title
 from bench_ranks import run_ranks
 
 from slimpipe import SlimPipeOptions
+from slimpipe.options import VOCAB_PARALLEL_NAMES
 
 HELP = {
     "num_stages_per_rank": "of the interleaved schedules",
     "num_slices": "of our schedules; several are compared",
+    "vocab_parallel": "what all ranks share of the vocabulary under our schedules; several are compared",
     "num_threads": "per rank",
     "schedules": "the first is the baseline of speed-ups",
     "rounds": "timed steps of each schedule",
@@ -45,9 +50,16 @@ HELP = {
 
 def make_benches(setting: Setting, **options: Any) -> list[Bench]:
     return [
-        Bench(name, setting, num_slices=num_slices, options=SlimPipeOptions(context_exchange="off", **options))
+        Bench(
+            name,
+            setting,
+            num_slices=num_slices,
+            vocab_parallel=vocab_parallel,
+            options=SlimPipeOptions(context_exchange="off", **options),
+        )
         for name in setting.schedules
         for num_slices in (setting.num_slices if name.endswith("SlimPipe") else (1,))
+        for vocab_parallel in (setting.vocab_parallel if name.endswith("SlimPipe") else ("none",))
     ]
 
 
@@ -82,20 +94,22 @@ def measure(setting: Setting) -> dict[str, Any]:
         bench.step()
         figures[bench.title]["peak_live_bytes"] = bench.peak_live_bytes()
         bench.close()
-    for title, seconds in host_seconds(setting).items():
-        figures[title]["host_us_per_call"] = 1e6 * seconds
+    for name, seconds in host_seconds(setting).items():
+        figures[name]["host_us_per_call"] = 1e6 * seconds
     return {"setting": asdict(setting), "baseline": benches[0].title, "schedules": figures}
 
 
 def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> dict[str, float]:
     """Host time per call of each schedule, median of interleaved steps, on a tiny model."""
     num_slices = max(setting.num_slices)
-    benches = []
+    benches: list[Bench] = []
     for name in setting.schedules:
         v = setting.num_stages_per_rank if name.startswith("Interleaved") else 1
         units = 1 if name.endswith("SlimPipe") else num_slices  # torch's schedules: one slice per microbatch
         tiny = replace(
             setting,
+            schedules=(name,),
+            num_slices=(num_slices,),
             num_layers=v * setting.num_ranks,
             dim=16,
             num_heads=2,
@@ -104,16 +118,15 @@ def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> di
             seq_len=slice_len * num_slices // units,
             num_microbatches=setting.num_microbatches * units,
         )
-        benches.append(Bench(name, tiny, num_slices=num_slices, options=SlimPipeOptions(context_exchange="off")))
+        benches += make_benches(tiny)
     for bench in benches:
         bench.step()
     rounds = [[bench.host_seconds_per_call() for bench in benches] for _ in range(steps)]
-    medians = {bench.name: statistics.median(column) for bench, column in zip(benches, zip(*rounds))}
     for bench in benches:
         bench.close()
     return {
-        (f"{name} n={n}" if name.endswith("SlimPipe") else name): seconds
-        for name, seconds in medians.items()
+        title(bench.name, num_slices=n, vocab_parallel=bench.vocab_parallel): statistics.median(column)
+        for bench, column in zip(benches, zip(*rounds))
         for n in setting.num_slices
     }
 
@@ -121,13 +134,13 @@ def host_seconds(setting: Setting, *, slice_len: int = 8, steps: int = 15) -> di
 def table(report: dict[str, Any]) -> str:
     """The figures to read."""
     rows = [("schedule", "step s", "speed-up", "bubble %", "CPU s", "host us/call", "peak live MiB by rank")]
-    for title, figure in report["schedules"].items():
+    for name, figure in report["schedules"].items():
         live = " ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in figure["peak_live_bytes"])
         numbers = [
             figure[name] for name in ("step_seconds", "speed_up", "bubble", "compute_cpu_seconds", "host_us_per_call")
         ]
         numbers[2] *= 100
-        rows.append((title, *map("{:.{}f}".format, numbers, (3, 3, 1, 2, 0)), live))
+        rows.append((name, *map("{:.{}f}".format, numbers, (3, 3, 1, 2, 0)), live))
     return aligned(rows)
 
 
@@ -136,7 +149,7 @@ def parse(argv: list[str] | None) -> tuple[Setting, bool]:
         Setting,
         description="Compare pipeline schedules on the CPU: step time, bubble, memory and host time.",
         helps=HELP,
-        choices={"schedules": SCHEDULES, "dtype": tuple(DTYPES)},
+        choices={"schedules": SCHEDULES, "dtype": tuple(DTYPES), "vocab_parallel": VOCAB_PARALLEL_NAMES},
     )
     setting, as_json = parse_setting(parser, Setting, argv)
     check_layers(parser, setting.num_layers, setting.num_ranks * setting.num_stages_per_rank)

@@ -17,8 +17,8 @@ def check_vocabulary(program: Program) -> None:
 
     Guarantees that all ranks have the same ones in the same order, which is the order of collectives on their
     communicators; that they are exactly those that ``vocab_parallel`` asks for, each once; and that each stands in the
-    tick of its unit's own forward or backward. That in a tick they come in their places, and so after what they need and before what needs
-    them, is one of the rules that `check` proves for all instructions.
+    tick of its unit's own forward or backward. That in a tick they come in their places, and so after what they need
+    and before what needs them, is one of the rules that `check` proves for all instructions.
 
     Raises:
         ProgramError: at the first rule that is broken.

@@ -24,8 +24,8 @@ from slimpipe.runtime.measure import exchange_costs
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.vocabulary import SharedVocabulary
-from slimpipe.torch_private import group_timeout, set_group_timeout
-from slimpipe.transport import Transport, new_pipeline_group
+from slimpipe.torch_private import group_timeout
+from slimpipe.transport import Transport
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ class Executors:
     ) -> None:
         self._head, self._embedding = head, embedding
         self._vocabulary: SharedVocabulary | None = None
-        self._vocabulary_group: dist.ProcessGroup | None = None
         self._program, self._build, self._rank, self._stages = program, build, rank, stages
         self._group, self._device, self._options, self._meter = group, device, options, meter
         self._transport: Transport | None = None
@@ -104,11 +103,9 @@ class Executors:
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""
-        for channels in (self._transport, self._mailbox):
-            if channels is not None:
-                channels.close()
-        if self._vocabulary_group is not None:
-            dist.destroy_process_group(self._vocabulary_group)
+        for part in (self._transport, self._mailbox, self._vocabulary):
+            if part is not None:
+                part.close()
 
     @property
     def num_bytes(self) -> int:
@@ -126,12 +123,7 @@ class Executors:
     def _reach_others(self, shape: StepShape) -> None:
         """Make, or bring up to date, the channels of the pipeline."""
         if self._vocabulary is None and self._head is not None:
-            if self._group is not None:
-                ranks = dist.get_process_group_ranks(self._group)
-                self._vocabulary_group = new_pipeline_group(ranks, group_timeout(self._group, self._device))
-            self._vocabulary = SharedVocabulary(
-                self._head, self._embedding, group=self._vocabulary_group, device=self._device
-            )
+            self._vocabulary = SharedVocabulary(self._head, self._embedding, pipeline=self._group, device=self._device)
         if self._group is None:
             return
         timeout = group_timeout(self._group, self._device)
@@ -149,8 +141,8 @@ class Executors:
         self._transport.set_timeout(timeout)
         if self._mailbox is not None:
             self._mailbox.set_timeout(timeout)
-        if self._vocabulary_group is not None:
-            set_group_timeout(self._vocabulary_group, timeout)
+        if self._vocabulary is not None:
+            self._vocabulary.set_timeout(timeout)
 
     def _plain_executor(self, shape: StepShape) -> Executor:
         trains = bool(shape.has_backward)

@@ -9,8 +9,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from slimpipe.options import SlimPipeOptions
-from slimpipe.runtime.refusals import check_loss_fn
 from slimpipe.runtime.base_schedule import SlimPipeSchedule
+from slimpipe.runtime.refusals import check_loss_fn
 from slimpipe.vocabulary import VocabularyEmbedding
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from slimpipe.program import Op, Program, Unit
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.gradient_sync import GradientSync
 from slimpipe.runtime.refusals import refuse_data_parallel_wrappers
-from slimpipe.transport import TensorMeta
+from slimpipe.torch_private import group_timeout, set_group_timeout
+from slimpipe.transport import TensorMeta, new_pipeline_group
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 from slimpipe.vocabulary.ranks import Pending, Ranks
 
@@ -120,7 +122,8 @@ class SharedVocabulary:
     Args:
         head: Output layer and loss.
         embedding: Input embedding; None where the first stage has its own.
-        group: A process group of the pipeline's ranks, for this alone; None for one rank.
+        pipeline: The pipeline's process group, all ranks of which take part in making another one for this alone; None
+            for one rank.
         device: Where the stages run.
     """
 
@@ -129,16 +132,31 @@ class SharedVocabulary:
         head: VocabularyHead,
         embedding: VocabularyEmbedding | None,
         *,
-        group: dist.ProcessGroup | None,
+        pipeline: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._head, self._embedding, self._device = head, embedding, device
-        self._ranks = Ranks(group)
+        self._group: dist.ProcessGroup | None = None
+        if pipeline is not None:
+            ranks = dist.get_process_group_ranks(pipeline)
+            self._group = new_pipeline_group(ranks, group_timeout(pipeline, device))
+        self._ranks = Ranks(self._group)
         self._last_rank = self._ranks.size - 1
         self._gradient_sync = {Op.VOCABULARY: GradientSync(head)}
         if embedding is not None:
             self._gradient_sync[Op.EMBED_BACKWARD] = GradientSync(embedding)
         self._now: _Step | None = None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of its group."""
+        if self._group is not None:
+            set_group_timeout(self._group, timeout)
+
+    def close(self) -> None:
+        """Destroy its group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group, self._ranks = None, Ranks(None)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
