@@ -79,7 +79,6 @@ class Mailbox:
         NCCL connects two ranks at their first message and blocks both hosts meanwhile: not in the middle of a program.
         """
         new = sorted(set(pairs) - self._connected)
-        self._connected.update(new)
         probe = torch.zeros(1, device=self._device)
         for kind, group in self._groups.items():
             for owner, helper in new:
@@ -92,6 +91,7 @@ class Mailbox:
                     continue
                 assert work is not None
                 work.wait()
+        self._connected.update(new)
 
     def send(self, kind: Mail, peer: int, tensors: Sequence[Tensor]) -> None:
         """Start sending copies of the tensors to a pipeline rank."""

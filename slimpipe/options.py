@@ -90,7 +90,7 @@ class SlimPipeOptions:
     microseconds per saved tensor."""
 
     record_times: bool = False
-    """Record start and end of every instruction for `schedule.metrics()`."""
+    """Record start and end of every instruction, in `schedule.record.times`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

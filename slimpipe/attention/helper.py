@@ -195,6 +195,8 @@ class SharedPhase:
         start = time.perf_counter()
         try:
             yield
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but nobody else's fault
+            raise
         except RuntimeError as error:
             raise lost_rank(
                 self._exchange.rank, peer, error, where=f" at {self._instruction}, in the {transfer}"

@@ -15,7 +15,7 @@ from slimpipe.program import Program, build_program
 from slimpipe.runtime.agreement import StepShape, agree
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.executor import Executor, StepRecord
-from slimpipe.runtime.executors import Executors
+from slimpipe.runtime.executors import ExchangeRefusedError, Executors
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
 from slimpipe.runtime.refusals import refuse_tied_weights
@@ -99,8 +99,8 @@ class SlimPipeSchedule:
             target: Whole-batch labels, on the rank of the last stage.
             losses: Filled with one detached loss per microbatch (the sum over its slices) on the rank of the last
                 stage.
-            return_outputs: Whether to return the last stage's outputs. They are of logit size and live until the caller
-                drops them: pass False where memory counts.
+            return_outputs: Whether to return the last stage's outputs: logits, or hidden states where the output layer
+                is shared. They live until the caller drops them: pass False where memory counts.
             loss_kwargs: Further keyword arguments of ``loss_fn``.
             arg_mbs: Instead of ``args``: one tuple per microbatch.
             kwarg_mbs: Instead of ``kwargs``: one dict per microbatch.
@@ -130,12 +130,14 @@ class SlimPipeSchedule:
         shape = self._agree(batch, error)
         assert batch is not None
         batch.set_seq_len(shape.seq_len)
-        executor = self._executor(shape)
         try:
+            executor = self._executor(shape)
             with torch.set_grad_enabled(self._has_backward):
                 step_losses, outputs = executor.run(
                     batch, loss_kwargs=loss_kwargs, keep_outputs=return_outputs and self._holds_last
                 )
+        except ExchangeRefusedError:
+            raise
         except BaseException:
             # Messages of this step may still be on their way; the next step gets channels that know nothing of it. The
             # old groups stay: destroying one can wait for a peer that hangs.

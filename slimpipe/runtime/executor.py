@@ -327,6 +327,8 @@ class Executor:
         start = time.perf_counter()
         try:
             yield
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but nobody else's fault
+            raise
         except RuntimeError as error:
             raise lost_rank(self._rank, peer, error, where=f" at {instruction}") from error
         step.waited += time.perf_counter() - start

@@ -34,6 +34,10 @@ BuildProgram = Callable[..., Program]
 """`build_program` with the numbers of ranks, slices, stages and microbatches given."""
 
 
+class ExchangeRefusedError(ValueError):
+    """Others cannot help a stage, and they should. Raised on every rank, with nothing under way."""
+
+
 class Executors:
     """The executors of one schedule.
 
@@ -80,7 +84,7 @@ class Executors:
         """The executor of a step of this shape; collective over the group where anything is made.
 
         Raises:
-            ValueError: Others cannot help a stage, and ``context_exchange = "on"``; raised on every rank.
+            ExchangeRefusedError: Others cannot help a stage, and ``context_exchange = "on"``.
         """
         shape = shape._replace(documents=0)  # documents are read anew in every step
         self._reach_others(shape)
@@ -180,6 +184,13 @@ class Executors:
             exchange_costs=costs,
         )
         if not program.transfers:
+            if self._options.context_exchange == "on":
+                logger.warning(
+                    "SlimPipeOptions.context_exchange = 'on' moves nothing: slices of %d tokens, of which "
+                    "exchange_granularity = %d move together",
+                    layers[0].slice_len,
+                    self._options.exchange_granularity,
+                )
             return self._plain_executor(shape)
         if self._mailbox is None:
             self._mailbox = Mailbox(self._group, device=self._device, timeout=group_timeout(self._group, self._device))
@@ -195,7 +206,7 @@ class Executors:
         stages = {index: learned for rank in everyones for index, learned in (rank or {}).items()}
         refusals = [f"stage {index}: {why}" for index, why in sorted(stages.items()) if isinstance(why, str)]
         if refusals and self._options.context_exchange == "on":
-            raise ValueError(
+            raise ExchangeRefusedError(
                 f"SlimPipeOptions.context_exchange = 'on': ranks cannot help one another: {'; '.join(refusals)}; "
                 "nearest legal value: 'off'"
             )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,6 +105,8 @@ class Ranks:
         start = time.perf_counter()
         try:
             return wait()
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but nobody else's fault
+            raise
         except RuntimeError as error:
             raise PipelineError(
                 f"rank {self.rank} of the {self.size} that share the vocabulary lost another: it failed, died or is "
