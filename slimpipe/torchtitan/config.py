@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import derive
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from slimpipe.options import SlimPipeOptions
+from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
 from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES, broken_batch_rule, broken_rules, runs_slimpipe
 
@@ -37,6 +38,12 @@ class SlimPipeSection:
 
     stages_per_rank: int | None = None
     """Pipeline stages on each rank. By default 1 for schedule SlimPipe and 2 for InterleavedSlimPipe."""
+
+    vocab_parallel: str = "none"
+    """What all pipeline ranks share of the work on the vocabulary: none, output (output layer and loss; each rank holds
+    its part of the rows), or both (the input embedding too). Where the last or first stage gives its matrix away,
+    parallelism.pipeline_parallel_last_stage_less_layers or ..._first_stage_less_layers = 1, their default, counts as
+    0, so that layers are even."""
 
     kernel: str = "auto"
     """Attention kernel: auto, reference, torch_cpu_flash, torch_cuda_flash or flash_attn."""
@@ -85,7 +92,12 @@ class SlimPipeSection:
             raise ValueError(
                 f"slimpipe.stages_per_rank = {self.stages_per_rank}: it must be at least 1; nearest legal value: 1"
             )
+        if type(self.vocab_parallel) is not str:
+            raise TypeError(
+                f'slimpipe.vocab_parallel = {self.vocab_parallel!r}: it must be a str, for example "output"'
+            )
         try:
+            check_vocab_parallel(self.vocab_parallel)
             self.options()
         except (TypeError, ValueError) as error:
             # In the words of the file: its section, not our class.
@@ -151,13 +163,16 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
     check(config)
     from slimpipe.torchtitan.attention import TitanSliceAttention, with_documents
     from slimpipe.torchtitan.metrics import SlimPipeMetrics
+    from slimpipe.torchtitan.optimizer import SlimPipeOptimizers, with_shared_vocabulary
     from slimpipe.torchtitan.pipelining import pipeline_llm
 
     spec = config.model_spec
     assert spec is not None
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_schedule in SLIMPIPE_SCHEDULES and not runs_slimpipe(config):
-        logger.warning("parallelism.pipeline_parallel_degree = 1: there is no pipeline, and sequences are not sliced")
+        logger.warning(
+            "parallelism.pipeline_parallel_degree = 1: there is no pipeline, and nothing is sliced or shared"
+        )
     model = copy.deepcopy(spec.model)
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = TitanSliceAttention.Config(kernel=config.slimpipe.kernel)
@@ -167,9 +182,17 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         pipelining_fn=functools.partial(pipeline_llm, slimpipe=config.slimpipe, stock=spec.pipelining_fn),
         parallelize_fn=with_documents(with_gloo_reductions(spec.parallelize_fn) if use_cpu() else spec.parallelize_fn),
     )
-    loss = config.loss
+    optimizer, loss = config.optimizer, config.loss
+    if runs_slimpipe(config) and config.slimpipe.vocab_parallel != "none":
+        spec.post_optimizer_build_fn = with_shared_vocabulary(spec.post_optimizer_build_fn)
+        if type(optimizer) is OptimizersContainer.Config:
+            optimizer = derive(optimizer, SlimPipeOptimizers.Config)
+        if config.compile.enable and "loss" in config.compile.components:
+            logger.info('compile.components holds "loss": the loss of a shared vocabulary is not compiled')
     if runs_slimpipe(config) and isinstance(loss, ChunkedLossWrapper.Config):
         logger.info("Slices bound the size of the logits already: using the loss inside ChunkedLossWrapper")
         loss = loss.loss_fn
     metrics = derive(config.metrics, SlimPipeMetrics.Config)
-    return dataclasses.replace(config, model_spec=spec, loss=loss, metrics=metrics)  # type: ignore[call-arg]
+    return dataclasses.replace(  # type: ignore[call-arg]
+        config, model_spec=spec, loss=loss, optimizer=optimizer, metrics=metrics
+    )

@@ -89,9 +89,14 @@ def with_gloo_reductions(parallelize_fn: Callable[..., nn.Module]) -> Callable[.
     @functools.wraps(parallelize_fn)
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         model = parallelize_fn(model, **kwargs)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+        reduce_with_sums(model)
         return model
 
     return parallelize
+
+
+def reduce_with_sums(model: nn.Module) -> None:
+    """Makes FSDP2 reduce the gradients of all modules of a model with plain sums."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

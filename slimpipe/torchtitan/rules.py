@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import Configurable
+from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import (
     FlexAttention,
     GQAttention,
@@ -18,6 +22,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.trainer import Trainer
 
 from slimpipe.torchtitan.cpu import use_cpu
+from slimpipe.vocabulary import shard_rows
 
 if TYPE_CHECKING:
     from slimpipe.torchtitan.config import SlimPipeTrainerConfig
@@ -37,6 +42,12 @@ TORCH_SCHEDULES = (
 
 # Exact classes: a subclass may mean another attention than causal within documents.
 _PLAIN_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
+
+# Exact classes here too: quantized and low-rank ones keep more than rows.
+_PLAIN_MATRICES: dict[str, Any] = {"lm_head": Linear.Config, "tok_embeddings": Embedding.Config}
+
+# Optimizers of torchtitan that look at one element of a matrix at a time.
+_ROW_BY_ROW = ("Adam", "AdamW")
 
 
 def runs_slimpipe(config: Trainer.Config) -> bool:
@@ -61,6 +72,8 @@ def broken_rules(config: SlimPipeTrainerConfig) -> list[str]:
     errors = [*_model_rules(config), *_parallelism_rules(config)]
     if runs_slimpipe(config):
         errors += _schedule_rules(config)
+    if config.slimpipe.vocab_parallel != "none":
+        errors += _vocabulary_rules(config)
     return errors
 
 
@@ -176,17 +189,72 @@ def _stage_rules(config: SlimPipeTrainerConfig, num_ranks: int, stages_per_rank:
             )
         return
     num_layers = len(_layers(config.model_spec.model)) if config.model_spec else 0
-    room = (
-        num_layers
-        + parallelism.pipeline_parallel_first_stage_less_layers
-        + parallelism.pipeline_parallel_last_stage_less_layers
-    )
+    shared = shared_matrices(config.slimpipe.vocab_parallel)
+    room, fillers = num_layers, [f"{num_layers} layers"]
+    if "tok_embeddings" not in shared:
+        room += parallelism.pipeline_parallel_first_stage_less_layers
+        fillers.append("embedding")
+    if "lm_head" not in shared:
+        room += parallelism.pipeline_parallel_last_stage_less_layers
+        fillers.append("output")
     if num_layers and num_stages > room:
         yield (
             f"slimpipe.stages_per_rank = {stages_per_rank}: {num_ranks} ranks x {stages_per_rank} = {num_stages} "
-            f"stages are more than the model's {num_layers} layers, embedding and output can fill; nearest legal "
-            f"value: {max(room // num_ranks, 1)}"
+            f"stages are more than the model's {' + '.join(fillers)} can fill; nearest legal value: "
+            f"{max(room // num_ranks, 1)}"
         )
+
+
+def _vocabulary_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
+    """Rules that hold when the ranks are to share the vocabulary."""
+    parallelism, setting = config.parallelism, f"slimpipe.vocab_parallel = {config.slimpipe.vocab_parallel!r}"
+    none = "nearest legal value: 'none'"
+    if parallelism.pipeline_parallel_schedule not in SLIMPIPE_SCHEDULES:
+        yield (
+            f"{setting}: parallelism.pipeline_parallel_schedule = {parallelism.pipeline_parallel_schedule!r} cannot "
+            f"share the vocabulary; {none}, or a schedule of {', '.join(SLIMPIPE_SCHEDULES)}"
+        )
+    if not runs_slimpipe(config) or config.model_spec is None:
+        return
+    loss = config.loss.loss_fn if isinstance(config.loss, ChunkedLossWrapper.Config) else config.loss
+    if type(loss) is not CrossEntropyLoss.Config:
+        yield f"{setting}: the loss is {type(loss).__qualname__}, not plain CrossEntropyLoss; {none}"
+    if config.training.enable_cpu_offload:
+        yield f"{setting}: it does not support training.enable_cpu_offload = true; {none}"
+    num_ranks = parallelism.pipeline_parallel_degree * parallelism.tensor_parallel_degree
+    for name in shared_matrices(config.slimpipe.vocab_parallel):
+        part: Any = getattr(config.model_spec.model, name, None)
+        plain = _PLAIN_MATRICES[name]
+        if type(part) is not plain or getattr(part, "bias", False):
+            yield f"{setting}: {name} of the model is not a plain {plain.__qualname__} without bias; {none}"
+            continue
+        vocab_size = part.out_features if isinstance(part, Linear.Config) else part.num_embeddings
+        if not shard_rows(vocab_size, num_ranks=num_ranks, rank=num_ranks - 1):
+            yield (
+                f"{setting}: {name} has {vocab_size} rows, cut over parallelism.pipeline_parallel_degree times "
+                f"parallelism.tensor_parallel_degree = {num_ranks} ranks none is left for the last; {none}"
+            )
+        if any(name in stage for stage in parallelism.module_fqns_per_model_part or []):
+            yield (
+                f"parallelism.module_fqns_per_model_part names {name!r}, which all ranks share under {setting}; remove "
+                "it there"
+            )
+        group = optimizer_group_of(f"{name}.weight", config.optimizer.param_groups)
+        if group is not None and group.optimizer_name not in _ROW_BY_ROW:
+            yield (
+                f"{setting}: optimizer {group.optimizer_name} needs {name}.weight as a whole, and each rank has some "
+                f"rows; {none}, or for {name} an optimizer of {', '.join(_ROW_BY_ROW)}"
+            )
+
+
+def shared_matrices(vocab_parallel: str) -> tuple[str, ...]:
+    """The modules whose weight all ranks share."""
+    return {"none": (), "output": ("lm_head",), "both": ("lm_head", "tok_embeddings")}[vocab_parallel]
+
+
+def optimizer_group_of(name: str, groups: Sequence[ParamGroupConfig]) -> ParamGroupConfig | None:
+    """The group that sets the optimizer of the parameter: the first whose pattern its name matches."""
+    return next((group for group in groups if re.search(group.pattern, name)), None)
 
 
 def _layers(model: object) -> list:

@@ -34,7 +34,6 @@ class VocabularyEmbedding(VocabularyRows):
         reduce_to: The rank of the group that gets the embedding. None: no collectives; each rank gets its part, zeros
             for ids of other ranks, and expects the gradient of the sum; the caller sends. A pipeline schedule asks for
             this.
-        rows: Which rows these are, where `shard_rows` over the group does not say it.
 
     Raises:
         ValueError: ``weight`` is not of this rank's shape, ``reduce_to`` is no rank of the group, the mesh has several
@@ -42,15 +41,9 @@ class VocabularyEmbedding(VocabularyRows):
     """
 
     def __init__(
-        self,
-        weight: nn.Parameter,
-        *,
-        vocab_size: int,
-        group: Group = None,
-        reduce_to: int | None = 0,
-        rows: range | None = None,
+        self, weight: nn.Parameter, *, vocab_size: int, group: Group = None, reduce_to: int | None = 0
     ) -> None:
-        super().__init__(weight, vocab_size=vocab_size, group=group, rows=rows)
+        super().__init__(weight, vocab_size=vocab_size, group=group)
         if reduce_to is not None:
             self.ranks.check_member("reduce_to", reduce_to)
         self.reduce_to = reduce_to

@@ -45,7 +45,6 @@ class VocabularyHead(VocabularyRows):
             the group: on this one; hidden states get no gradient on the others (None, or zeros where a hook such as
             FSDP2's makes them). None: nowhere; each rank gets its part, and the caller sends and adds them (in float32:
             added in bfloat16, eight parts have twice the error). A pipeline schedule asks for this.
-        rows: Which rows these are, where `shard_rows` over the group does not say it.
 
     Raises:
         ValueError: ``weight`` is not of this rank's shape, ``block_size`` < 1, ``reduce_to`` is no rank of the group,
@@ -61,9 +60,8 @@ class VocabularyHead(VocabularyRows):
         block_size: int = 1024,
         ignore_index: int = -100,
         reduce_to: ReduceTo = "all",
-        rows: range | None = None,
     ) -> None:
-        super().__init__(weight, vocab_size=vocab_size, group=group, rows=rows)
+        super().__init__(weight, vocab_size=vocab_size, group=group)
         if block_size < 1:
             raise ValueError(f"block_size = {block_size}: it must be at least one token; nearest legal value: 1")
         if isinstance(reduce_to, int):

@@ -28,8 +28,7 @@ class LocalIds(NamedTuple):
 
 
 class VocabularyRows(nn.Module):
-    """Some rows of a [V, D] matrix: ``shard_rows(vocab_size, num_ranks=group size, rank=rank in the group)`` unless
-    given as ``rows``, which together must be all rows, each on one rank.
+    """The rows ``shard_rows(vocab_size, num_ranks=group size, rank=rank in the group)`` of a [V, D] matrix.
 
     Attributes:
         weight: The rows [R, D], a plain parameter; R may be 0. Modules may share one parameter (tied weights): its
@@ -41,13 +40,11 @@ class VocabularyRows(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, weight: nn.Parameter, *, vocab_size: int, group: Group, rows: range | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, *, vocab_size: int, group: Group) -> None:
         super().__init__()
         self.ranks = Ranks(group)
         self.vocab_size = vocab_size
-        if rows is None:
-            rows = shard_rows(vocab_size, num_ranks=self.ranks.size, rank=self.ranks.rank)
-        self.rows = rows
+        self.rows = shard_rows(vocab_size, num_ranks=self.ranks.size, rank=self.ranks.rank)
         if weight.ndim != 2 or len(weight) != len(self.rows):
             raise ValueError(
                 f"weight has shape {tuple(weight.shape)}: rank {self.ranks.rank} of {self.ranks.size} holds "

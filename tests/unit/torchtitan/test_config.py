@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss, MSELoss
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config import ConfigManager
 from torchtitan.models import llama3
 from torchtitan.models.common import Linear
@@ -19,6 +20,7 @@ from slimpipe.torchtitan import rules
 from slimpipe.torchtitan.attention import TitanSliceAttention
 from slimpipe.torchtitan.config import ConfigError, SlimPipeSection, check, prepare, with_slimpipe
 from slimpipe.torchtitan.config_registry import llama3_8b_128k, llama3_debug
+from slimpipe.torchtitan.optimizer import SlimPipeOptimizers
 from slimpipe.torchtitan.pipelining import pipeline_llm
 from slimpipe.torchtitan.rules import broken_rules
 from slimpipe.torchtitan.toml import load_toml
@@ -94,6 +96,12 @@ def test_stages_per_rank():
             ValueError,
             "slimpipe.exchange_granularity = 0: it must be at least one token; nearest legal value: 1",
         ),
+        (
+            {"vocab_parallel": "input"},
+            ValueError,
+            "slimpipe.vocab_parallel = 'input': it must be one of none, output, both; nearest legal value: 'output'",
+        ),
+        ({"vocab_parallel": True}, TypeError, "slimpipe.vocab_parallel = True: it must be a str"),
         ({"exchange_max_slices": "all"}, TypeError, "slimpipe.exchange_max_slices got 'all'"),
         ({"link_latency": 0.0}, ValueError, "slimpipe.link_latency = 0.0: it must be positive and finite, or None"),
     ],
@@ -176,6 +184,23 @@ INTERLEAVED = "InterleavedSlimPipe"
         ({"compile__enable": True}, r"torch.compile cannot trace the slice attention; nearest legal value: \['loss'\]"),
         ({"comm__mode": "local_tensor"}, "nearest legal value: 'default'"),
         ({"checkpoint__create_seed_checkpoint": True}, "it needs checkpoint.enable = true"),
+        (
+            {"slimpipe__vocab_parallel": "output", "parallelism__pipeline_parallel_schedule": "1F1B"},
+            "slimpipe.vocab_parallel = 'output': parallelism.pipeline_parallel_schedule = '1F1B' cannot share the "
+            "vocabulary; nearest legal value: 'none', or a schedule of SlimPipe, InterleavedSlimPipe",
+        ),
+        (
+            {"slimpipe__vocab_parallel": "output", "parallelism__module_fqns_per_model_part": [["norm"], ["lm_head"]]},
+            "module_fqns_per_model_part names 'lm_head', which all ranks share under .* remove it there",
+        ),
+        (
+            {
+                "slimpipe__vocab_parallel": "both",
+                "slimpipe__stages_per_rank": 4,
+                "parallelism__pipeline_parallel_schedule": INTERLEAVED,
+            },
+            "= 8 stages are more than the model's 6 layers can fill; nearest legal value: 3",
+        ),
     ],
 )
 def test_rules_between_sections(sections, error):
@@ -251,6 +276,67 @@ def test_window_attention_is_refused():
     check(config)
     config.model_spec.model.layers[0].attention.inner_attention.window_size = (127, 0)
     assert "the attention of layer 0" in refusal(config)
+
+
+def sharing(change=lambda model: None, **sections):
+    return changed(with_model(change), slimpipe__vocab_parallel="both", **sections)
+
+
+def test_vocabularies_that_cannot_be_shared():
+    def small(model):
+        model.tok_embeddings.num_embeddings = 5
+
+    def other_matrix(model):
+        @dataclass(kw_only=True, slots=True)
+        class Quantized(Linear.Config):
+            pass
+
+        model.lm_head = Quantized(in_features=256, out_features=2048)
+
+    def bias(model):
+        model.lm_head.bias = True
+
+    four_ranks = {"parallelism__pipeline_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
+    assert "tok_embeddings has 5 rows, cut over" in refusal(sharing(small, **four_ranks))
+    assert broken_rules(sharing(small)) == []
+    for change in (other_matrix, bias):
+        assert "lm_head of the model is not a plain Linear.Config without bias" in refusal(sharing(change))
+
+
+def test_a_shared_vocabulary_needs_cross_entropy_and_row_wise_optimizers():
+    config = sharing()
+    config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
+    assert broken_rules(config) == []
+    config.loss = MSELoss.Config()
+    assert "the loss is MSELoss.Config, not plain CrossEntropyLoss; nearest legal value: 'none'" in refusal(config)
+
+    def groups(*patterns):
+        return [ParamGroupConfig(pattern=pattern, optimizer_name=name) for pattern, name in patterns]
+
+    config = sharing(optimizer__param_groups=groups(("lm_head|tok_emb", "AdamW"), (".*", "DistMuon")))
+    assert broken_rules(config) == []
+    config = sharing(optimizer__param_groups=groups(("lm_head", "AdamW"), (".*", "DistMuon")))
+    assert "optimizer DistMuon needs tok_embeddings.weight as a whole" in refusal(config)
+
+
+def test_a_shared_vocabulary_is_not_offloaded(monkeypatch):
+    monkeypatch.setattr(rules, "use_cpu", lambda: False)
+    assert "does not support training.enable_cpu_offload = true" in refusal(sharing(training__enable_cpu_offload=True))
+
+
+def test_without_a_pipeline_nothing_is_shared():
+    config = sharing(parallelism__pipeline_parallel_degree=1)
+    config.loss = MSELoss.Config()
+    assert broken_rules(config) == []
+    assert type(prepare(config).optimizer) is OptimizersContainer.Config
+
+
+def test_prepare_makes_the_optimizers_know_a_shared_vocabulary():
+    prepared = prepare(sharing())
+    assert type(prepared.optimizer) is SlimPipeOptimizers.Config
+    assert prepared.optimizer.param_groups == llama3_debug().optimizer.param_groups
+    assert prepared.model_spec.post_optimizer_build_fn is not None
+    assert prepare(llama3_debug()).model_spec.post_optimizer_build_fn is None
 
 
 def test_prepare_puts_our_parts_in_and_leaves_the_original():
