@@ -38,9 +38,15 @@ def _check_complete(program: Program, shared: list[Instruction]) -> None:
         stages[Op.VOCABULARY] = program.num_stages - 1
     if program.vocab_parallel == "both":
         stages |= {Op.EMBED: 0} if program.forward_only else {Op.EMBED: 0, Op.EMBED_BACKWARD: 0}
+    wanted = {
+        (op, Unit(microbatch, stage, slice_index))
+        for op, stage in stages.items()
+        for microbatch in range(program.num_microbatches)
+        for slice_index in range(program.num_slices)
+    }
     counts = Counter((i.op, i.unit) for i in shared)
     for (op, unit), count in counts.items():
-        if stages.get(op) != unit.stage or count > 1:
+        if (op, unit) not in wanted or count > 1:
             raise ProgramError(
                 f"the ranks share {op.name.lower()} of {unit} {count} times; nobody asked for it so often"
             )

@@ -32,6 +32,8 @@ class StepShape(NamedTuple):
     """Hash of the options of the context exchange."""
     vocabulary: int
     """Hash of which work on the vocabulary is shared, and how; 0 for none."""
+    loss_kwargs: int
+    """Hash of ``loss_kwargs`` where the output layer is shared; 0 where it is not."""
     num_failures: int
     """Steps that failed so far."""
 
@@ -48,7 +50,8 @@ _NAMES = {
     "seq_dim": "SlimPipeOptions.seq_dim",
     "exchange": "context_exchange, exchange_granularity or exchange_max_slices (a hash of the three is shown)",
     "vocabulary": "the shared vocabulary: a VocabularyHead (as loss_fn) or VocabularyEmbedding on some ranks only, or "
-    "of another size, block_size or ignore_index (a hash is shown; 0 for none)",
+    "of another size, dtype, group, block_size or ignore_index (a hash is shown; 0 for none)",
+    "loss_kwargs": "loss_kwargs, which every rank that shares the output layer must get alike (a hash is shown)",
     "num_failures": "the number of steps that failed: a schedule can go on only after a step that failed on all ranks",
 }
 

@@ -20,7 +20,7 @@ from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
 from slimpipe.runtime.refusals import refuse_tied_weights
 from slimpipe.runtime.stage import Stage
-from slimpipe.runtime.vocabulary import check_vocabulary, vocab_parallel, vocabulary_hash
+from slimpipe.runtime.vocabulary import check_vocabulary, loss_kwargs_hash, vocab_parallel, vocabulary_hash
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
@@ -101,7 +101,8 @@ class SlimPipeSchedule:
                 stage.
             return_outputs: Whether to return the last stage's outputs: logits, or hidden states where the output layer
                 is shared. They live until the caller drops them: pass False where memory counts.
-            loss_kwargs: Further keyword arguments of ``loss_fn``.
+            loss_kwargs: Further keyword arguments of ``loss_fn``, on the rank of the last stage; where the output layer
+                is shared, the same ones on every rank.
             arg_mbs: Instead of ``args``: one tuple per microbatch.
             kwarg_mbs: Instead of ``kwargs``: one dict per microbatch.
             target_mbs: Instead of ``target``: one tensor per microbatch.
@@ -117,7 +118,7 @@ class SlimPipeSchedule:
             ValueError: The arguments cannot be run in slices; raised on every rank before any activation is sent.
             PipelineError: Another rank failed, died or hangs.
         """
-        error, batch = None, None
+        error, batch, kwargs_hash = None, None, 0
         try:
             if self._has_backward and not torch.is_grad_enabled():
                 raise RuntimeError("step() needs gradients and was called under torch.no_grad(); call eval() instead")
@@ -125,9 +126,10 @@ class SlimPipeSchedule:
             batch = Batch(microbatches, num_slices=self.num_slices, options=self.options)
             self._check_roles(microbatches, batch, losses)
             self._look_at_stages()
+            kwargs_hash = loss_kwargs_hash(self._loss_fn, loss_kwargs)
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
-        shape = self._agree(batch, error)
+        shape = self._agree(batch, error, kwargs_hash)
         assert batch is not None
         batch.set_seq_len(shape.seq_len)
         try:
@@ -241,10 +243,12 @@ class SlimPipeSchedule:
             raise ValueError("the rank of the first stage got no tokens: pass them as argument or in arg_mbs")
         if self._embedding is not None:
             batch.check_ids()
+        if self._head is not None:
+            batch.check_labels()
         if self._holds_last and self._loss_fn is not None and microbatches.targets is None:
             raise ValueError("the rank of the last stage got no labels: pass target or target_mbs")
 
-    def _agree(self, batch: Batch | None, error: Exception | None) -> StepShape:
+    def _agree(self, batch: Batch | None, error: Exception | None, kwargs_hash: int) -> StepShape:
         first = self._torch_stages[0]
         mine = StepShape(
             failed=int(error is not None),
@@ -259,6 +263,7 @@ class SlimPipeSchedule:
             seq_dim=self.options.seq_dim,
             exchange=self.options.exchange_hash,
             vocabulary=vocabulary_hash(self._loss_fn, self._embedding),
+            loss_kwargs=kwargs_hash,
             num_failures=self._num_failures,
         )
         return agree(mine, error, group=self._group, device=first.device)

@@ -121,6 +121,22 @@ class Batch:
                     f"the first stage was given {given}: with a VocabularyEmbedding it must be given token ids only, "
                     "one tensor of dtype torch.int64 or torch.int32"
                 )
+        _check_alike("tokens", self.tokens)
+
+    def check_labels(self) -> None:
+        """Raise unless the labels, on a rank that is given any, are integers, of one shape for all microbatches.
+
+        Raises:
+            TypeError: They are no integers.
+            ValueError: They have several shapes.
+        """
+        for index, value in enumerate(self.targets):
+            if value.dtype not in (torch.int64, torch.int32):
+                raise TypeError(
+                    f"labels of microbatch {index} have dtype {value.dtype}: with a VocabularyHead they must be "
+                    "torch.int64 or torch.int32"
+                )
+        _check_alike("labels", self.targets)
 
     @property
     def tokens(self) -> list[torch.Tensor]:
@@ -203,3 +219,12 @@ class Batch:
         rows = [kwargs.get("positions") for kwargs in self._kwargs]
         rows_BS = [None if x is None else x.movedim(self.seq_dim, -1).reshape(-1, self.seq_len) for x in rows]
         return [Documents.from_positions(positions_BS, slice_len=self.slice_len) for positions_BS in rows_BS]
+
+
+def _check_alike(name: str, values: list[torch.Tensor]) -> None:
+    """Raise unless all microbatches have one shape; those of one step are broadcast together."""
+    shapes = [tuple(value.shape) for value in values]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{name} of the microbatches have shapes {shapes}; with a shared vocabulary they must be equal"
+        )

@@ -9,6 +9,7 @@ Shapes: B batch, L slice, D model dim.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slimpipe.dtypes import wide_dtype
@@ -35,12 +36,13 @@ def vocab_parallel(loss_fn: Callable | None, embedding: VocabularyEmbedding | No
     """Which work on the vocabulary the ranks share, as the program calls it.
 
     Raises:
-        TypeError: ``embedding`` is no `VocabularyEmbedding`.
+        TypeError: ``embedding`` is no `VocabularyEmbedding`, or ``loss_fn`` is something around a `VocabularyHead`.
         ValueError: An embedding without a head, or a head or embedding that sends what the schedule would send.
     """
     if not isinstance(embedding, VocabularyEmbedding | None):
         raise TypeError(f"embedding is a {type(embedding).__name__}; it must be a slimpipe VocabularyEmbedding or None")
     if not isinstance(loss_fn, VocabularyHead):
+        _refuse_head_inside(loss_fn)
         if embedding is not None:
             raise ValueError(
                 "embedding is a VocabularyEmbedding but loss_fn no VocabularyHead: a schedule shares the output layer "
@@ -56,12 +58,39 @@ def vocab_parallel(loss_fn: Callable | None, embedding: VocabularyEmbedding | No
     return "output" if embedding is None else "both"
 
 
+def _refuse_head_inside(loss_fn: Callable | None) -> None:
+    """Refuse what would call a head on the last rank alone, which would wait there for the others."""
+    inner = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    if isinstance(inner, nn.Module) and any(isinstance(part, VocabularyHead) for part in inner.modules()):
+        raise TypeError(
+            f"loss_fn is a {type(loss_fn).__name__} around a VocabularyHead; it must be the VocabularyHead itself, "
+            "with fully_shard (FSDP2) for data parallelism, and loss_kwargs for further arguments"
+        )
+
+
 def vocabulary_hash(loss_fn: Callable | None, embedding: VocabularyEmbedding | None) -> int:
     """A number that differs where ranks mean different shared vocabularies, by all likelihood; 0 for none."""
     if not isinstance(loss_fn, VocabularyHead):
         return 0
-    settings = loss_fn.vocab_size, loss_fn.block_size, loss_fn.ignore_index
-    return 1 + zlib.crc32(repr((settings, None if embedding is None else embedding.vocab_size)).encode())
+    settings: list[object] = [loss_fn.block_size, loss_fn.ignore_index]
+    for module in (loss_fn, embedding):
+        if module is not None:
+            weight = module.weight
+            settings.append((module.vocab_size, weight.shape[1], str(weight.dtype), module.ranks.members))
+    return 1 + zlib.crc32(repr(settings).encode())
+
+
+def loss_kwargs_hash(loss_fn: Callable | None, loss_kwargs: dict[str, Any] | None) -> int:
+    """A number that differs where ranks would compute different losses with a shared head, by all likelihood: hashes
+    names, and numbers, those in 0-dim tensors too. 0 without a shared head."""
+    if not isinstance(loss_fn, VocabularyHead):
+        return 0
+    numbers = {
+        name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+        for name, value in (loss_kwargs or {}).items()
+    }
+    seen = [(name, value if isinstance(value, (int, float)) else None) for name, value in sorted(numbers.items())]
+    return 1 + zlib.crc32(repr(seen).encode())
 
 
 def check_vocabulary(

@@ -121,7 +121,7 @@ class Shared(nn.Module):
 
 def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **options):
     """The pipeline of this rank on a group (default: all), with the weights of `unsliced`, and its model parts."""
-    rank = dist.get_rank()
+    rank = dist.get_rank(group)
     num_layers = case.num_layers or case.num_stages
     torch.manual_seed(0)
     whole = Decoder(layers=range(num_layers), num_kv_heads=case.num_kv_heads, vocab=case.vocab, tied=case.tied)
