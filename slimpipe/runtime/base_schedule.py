@@ -20,7 +20,7 @@ from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
 from slimpipe.runtime.refusals import refuse_tied_weights
 from slimpipe.runtime.stage import Stage
-from slimpipe.runtime.vocabulary import check_vocabulary, loss_kwargs_hash, vocab_parallel, vocabulary_hash
+from slimpipe.runtime.vocabulary_checks import check_vocabulary, loss_kwargs_hash, vocab_parallel, vocabulary_hash
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
