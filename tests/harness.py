@@ -1,8 +1,7 @@
 """Runs a function on several ranks over gloo and tells what became of each rank.
 
-`run_ranks` starts fresh processes for one call. Starting a process and importing torch costs seconds, so tests with
-many cases keep a `RankPool` (fixture `rank_pool`): its processes and their process group serve one call after another
-and are replaced only after a call in which a rank failed.
+`run_ranks` starts fresh processes for one call; tests with many cases keep a `RankPool` (fixture `rank_pool`): its
+processes and their process group serve one call after another and are replaced only where a rank has failed.
 
 The function must live at the top level of a module (it travels to the ranks by name) and finds its rank with
 `torch.distributed.get_rank()`; what it returns must be picklable.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -31,6 +31,22 @@ from typing import Any
 _GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed and the caller wants no report on them
 _START_SECONDS = 120.0  # for importing torch and forming the process group on a busy machine
 _DUMP_SIGNAL = signal.SIGUSR1
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["torchtitan.trainer", "torchtitan.models.llama3.config_registry", "slimpipe.torchtitan.train", "slimpipe"]
+)
+
+
+def fork(target: Callable, *args: Any, name: str) -> BaseProcess:
+    """Start a process that has imported torch and torchtitan already, which otherwise costs every rank seconds.
+
+    It is forked from one that all tests share: the target sets the environment, and variables that a library reads
+    when it is imported come too late.
+    """
+    process = FORKS.Process(target=target, args=args, name=name, daemon=True)
+    process.start()
+    return process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +181,6 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("spawn")
         env = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if os.uname().sysname == "Linux" else "lo0",
@@ -173,11 +188,11 @@ class RankPool:
             **self._env,
         }
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._backend, self._folder.name, theirs)
-            process = context.Process(target=_serve, args=arguments, name=f"rank{rank}", daemon=True)
-            with _environ(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                process.start()
+            ours, theirs = FORKS.Pipe()
+            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = fork(
+                _serve, rank, self.world_size, self._backend, self._folder.name, own, theirs, name=f"rank{rank}"
+            )
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -240,8 +255,10 @@ class RankPool:
             self._folder = None
 
 
-def _serve(rank: int, world_size: int, backend: str, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, backend: str, folder: str, env: Mapping[str, str], pipe: Connection) -> None:
     """Life of one rank: form the group, then run what comes through the pipe until it closes."""
+    os.environ.update(env)
+    gc.freeze()  # what was imported is never garbage, and is most of what there is to look through
     stack_file = _stack_file(folder, rank).open("w")
     faulthandler.register(_DUMP_SIGNAL, file=stack_file, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends its ranks
@@ -290,14 +307,3 @@ def _outcome(fn: Callable[[], Any]) -> bytes:
 
 def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack{rank}.txt"
-
-
-@contextlib.contextmanager
-def _environ(env: Mapping[str, str]) -> Iterator[None]:
-    before = os.environ.copy()
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

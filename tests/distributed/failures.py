@@ -57,11 +57,21 @@ def raise_error() -> None:
     raise ArithmeticError("as the test wants it")
 
 
+def exit_at_once() -> None:
+    os._exit(3)
+
+
+def hang() -> None:
+    """For so long that nobody may still be waiting; then end, so that the test need not wait any longer, either."""
+    time.sleep(3 * TIMEOUT + 1)
+    exit_at_once()
+
+
 ACTS = {
     "raises": raise_error,
-    "exits": lambda: os._exit(3),
+    "exits": exit_at_once,
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "hangs": lambda: time.sleep(1000),
+    "hangs": hang,
 }
 
 

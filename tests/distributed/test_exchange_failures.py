@@ -54,7 +54,7 @@ def helper_fails(how: str, phase: str) -> dict:
 
 @pytest.mark.parametrize(("how", "phase"), [("exits", "FORWARD"), ("is killed", "BACKWARD"), ("hangs", "BACKWARD")])
 def test_a_helper_fails_and_the_others_say_so(how: str, phase: str) -> None:
-    outcomes = run_ranks_outcomes(helper_fails, CASE.p, how, phase, timeout=40 if how == "hangs" else 60)
+    outcomes = run_ranks_outcomes(helper_fails, CASE.p, how, phase, timeout=60)
     others = [outcome for outcome in outcomes if outcome.ok]
     assert len(others) == CASE.p - 1, outcomes
     said = {outcome.rank: outcome.value for outcome in others}

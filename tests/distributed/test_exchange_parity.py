@@ -15,7 +15,7 @@ from slimpipe.program import Op, Program
 from tests.distributed.parity import FULL, HEAD_DIM, NUM_HEADS, Case, check_cases
 
 PARTS = 16 if FULL else 1
-SAMPLE = {2: 12, 3: 6, 4: 4, 5: 3}
+SAMPLE = {2: 9, 3: 5, 4: 3, 5: 2}
 BYTES = 8  # float64
 
 

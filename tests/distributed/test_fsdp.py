@@ -25,9 +25,9 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool, exchange: str) -> list[
     """Runs on four ranks, dp = 2 x pp = 2: errors of this rank's gradients."""
     mesh = init_device_mesh("cpu", (DP, PP), mesh_dim_names=("dp", "pp"))
     dp_rank, pp_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    whole_case = Case(p=PP, v=v, n=4, m=m * DP, num_layers=2 * PP * v)
-    case = Case(p=PP, v=v, n=4, m=m, num_layers=2 * PP * v)
-    num_layers, num_stages = 2 * PP * v, PP * v
+    num_layers, num_stages = 2 * PP, PP * v
+    whole_case = Case(p=PP, v=v, n=4, m=m * DP, num_layers=num_layers)
+    case = Case(p=PP, v=v, n=4, m=m, num_layers=num_layers)
     torch.manual_seed(0)
     whole = Decoder(layers=range(num_layers)).state_dict()
     parts = []

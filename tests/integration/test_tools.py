@@ -20,19 +20,15 @@ TINY_EXCHANGE = [
 ]
 
 
-def run_tool(name: str, *args: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, f"tools/{name}", *args],
+def figures(name: str, *args: str) -> dict:
+    result = subprocess.run(
+        [sys.executable, f"tools/{name}", *args, "--json"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
         capture_output=True,
         text=True,
         timeout=200,
     )
-
-
-def figures(name: str, *args: str) -> dict:
-    result = run_tool(name, *args, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -117,8 +113,9 @@ def test_exchange() -> None:
         assert 1 <= on["load_max_over_mean"] < off["load_max_over_mean"]
 
 
-def test_what_the_exchange_plans() -> None:
-    small, large = figures("print_exchange.py", "--shapes", "4,8,1,1", "8,32,1,2")
+def test_what_the_exchange_plans(tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture) -> None:
+    tool("print_exchange").main(["--shapes", "4,8,1,1", "8,32,1,2", "--json"])
+    small, large = json.loads(capsys.readouterr().out)
     assert (small["shape"], large["shape"]) == ([4, 8, 1, 1], [8, 32, 1, 2])
     for figure in (small, large):
         assert figure["load_on"] <= 1.01 < figure["load_off"]
@@ -168,17 +165,20 @@ def test_emulated_sleeps_do_not_add_up_their_lateness(
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("name", "args", "message"),
     [
-        (["bench_schedules.py", "--num-layers", "6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
-        (["bench_emulated.py", "--num-layers", "12"], "--num-layers 12 does not divide into 8 stages; nearest: 16"),
-        (["bench_exchange.py", "--seq-lens", "510"], "--seq-lens 510 does not divide into 4 slices; nearest: 512"),
-        (["print_exchange.py", "--shapes", "8,4,1,1"], "num_slices = 4: it must be at least num_ranks = 8"),
-        (["print_exchange.py", "--shapes", "8,4"], "'8,4': it must be p,n,v,m, for example 8,32,1,2"),
-        (["bench_slicing.py", "--seq-len", "100"], "--seq-len 100 does not divide into --num-slices 8"),
+        ("bench_schedules", ["--num-layers", "6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
+        ("bench_emulated", ["--num-layers", "12"], "--num-layers 12 does not divide into 8 stages; nearest: 16"),
+        ("bench_exchange", ["--seq-lens", "510"], "--seq-lens 510 does not divide into 4 slices; nearest: 512"),
+        ("print_exchange", ["--shapes", "8,4,1,1"], "num_slices = 4: it must be at least num_ranks = 8"),
+        ("print_exchange", ["--shapes", "8,4"], "'8,4': it must be p,n,v,m, for example 8,32,1,2"),
+        ("bench_slicing", ["--seq-len", "100"], "--seq-len 100 does not divide into --num-slices 8"),
     ],
 )
-def test_wrong_arguments(args: list[str], message: str) -> None:
-    result = run_tool(*args)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_wrong_arguments(
+    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture, name: str, args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        tool(name).main(args)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import fork
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "torchtitan_configs" / "llama3_debug_cpu.toml"
 NUM_STEPS = 10
 TOLERANCE = 1e-5
 SMALL = {
+    "training.local_batch_size": 2,
     "training.seq_len": 256,
     "slimpipe.num_slices": 4,
     "metrics.enable_wandb": False,
@@ -61,16 +64,8 @@ def to_arguments(settings: dict[str, object]) -> list[str]:
     return [f"--{name}={lower[value] if isinstance(value, bool) else value}" for name, value in settings.items()]
 
 
-# torchtitan keeps meshes for the life of a process, so every run needs fresh ones; forking them from one that has
-# imported torchtitan already costs a tenth of starting them.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torchtitan.trainer", "torchtitan.models.llama3.config_registry", "slimpipe.torchtitan.train"]
-)
-
-
 def train_rank(rank: int, num_ranks: int, port: int, config: Path, arguments: list[str], log: Path) -> None:
-    """One rank of one run; what it writes goes to a file."""
+    """One rank of one run; what it writes goes to a file. torchtitan keeps meshes for the life of a process."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -96,11 +91,9 @@ def run(
         port = free.getsockname()[1]
     logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
     processes = [
-        FORKS.Process(target=train_rank, args=(rank, num_ranks, port, config, arguments, logs[rank]), daemon=True)
+        fork(train_rank, rank, num_ranks, port, config, arguments, logs[rank], name=f"rank{rank}")
         for rank in range(num_ranks)
     ]
-    for process in processes:
-        process.start()
     end = time.monotonic() + timeout
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
@@ -117,6 +110,13 @@ def train(folder: Path, layout: Layout, *, config: Path = CONFIG, **settings: ob
     """(loss, gradient norm) of every step."""
     run(folder, layout.num_ranks, {**layout.overrides(), **settings}, config=config)
     return read_history(folder)
+
+
+def train_all(folder: Path, layouts: list[Layout], **settings: object) -> dict[Layout, list[tuple[float, float]]]:
+    """`train` for each, in a folder named by its index. Two at a time: a run waits for much, not least in the end."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(train, folder / str(i), layout, **settings) for i, layout in enumerate(layouts)]
+        return {layout: run.result() for layout, run in zip(layouts, runs, strict=True)}
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ def test_layouts_train_alike(tmp_path: Path, data: dict, seed: Path, layouts: li
         "checkpoint.initial_load_path": seed,
         "checkpoint.load_only": True,
     }
-    runs = {layout: train(tmp_path / str(index), layout, **settings) for index, layout in enumerate(layouts)}
+    runs = train_all(tmp_path, layouts, **settings)
     truth = runs[layouts[0]]
     assert len(truth) == num_steps
     assert truth[-1][0] < truth[0][0] - 0.02 * num_steps, "the loss does not fall"
@@ -240,8 +240,8 @@ def test_a_checkpoint_of_one_continues_in_the_others(
     common = four_steps(data, seed)
     saving = {"checkpoint.interval": 2, "checkpoint.last_save_model_only": False, "training.steps": 2}
     train(tmp_path / "saved", Layout(saved_by), **{**common, **saving})
-    for index, layout in enumerate([Layout("SlimPipe"), Layout("InterleavedSlimPipe"), Layout("1F1B"), Layout(pp=1)]):
-        folder = tmp_path / str(index)
-        shutil.copytree(tmp_path / "saved" / "checkpoint", folder / "checkpoint")
-        history = train(folder, layout, **common, **{"checkpoint.load_only": True})
+    layouts = [Layout("SlimPipe"), Layout("InterleavedSlimPipe"), Layout("1F1B"), Layout(pp=1)]
+    for index in range(len(layouts)):
+        shutil.copytree(tmp_path / "saved" / "checkpoint", tmp_path / str(index) / "checkpoint")
+    for layout, history in train_all(tmp_path, layouts, **common, **{"checkpoint.load_only": True}).items():
         assert_equal_runs(history, uninterrupted[2:], f"{layout}, saved by {saved_by}")

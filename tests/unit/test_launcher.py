@@ -14,7 +14,7 @@ from slimpipe import launcher
 
 RANK = """
 import os, sys, time
-from slimpipe.launcher import prepare_rank
+from launcher import prepare_rank  # not from slimpipe, which imports torch
 prepare_rank()
 rank = int(os.environ["RANK"])
 open(f"pid{rank}", "w").write(str(os.getpid()))
@@ -41,8 +41,10 @@ except Stopped as stopped:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    root = str(Path(launcher.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    package = Path(launcher.__file__).parent
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(package.parent), str(package), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -25,23 +25,25 @@ print({{type(m.device_module).__name__ for m in (metrics, dist_utils, utils)}}, 
 """
 
 
-def run(**values):
-    code = EARLY_AND_LATE.format(**values)
-    root = str(Path(__file__).parents[3])
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=root)
-    return done.stdout.splitlines()
+def run(*, firsts, accelerator):
+    """What each prints; all at once, as importing takes seconds."""
+    codes = [EARLY_AND_LATE.format(first=first, accelerator=accelerator) for first in firsts]
+    settings = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[3]}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **settings) for code in codes]
+    printed = [process.communicate()[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(firsts)
+    return printed
 
 
 def test_cpu_whether_torchtitan_was_imported_before_or_not():
-    for first in ("", "import torchtitan.trainer"):
-        types, modules = run(first=first, accelerator="None")
+    for types, modules in run(firsts=("", "import torchtitan.trainer"), accelerator="None"):
         assert types == "(True, True) cpu cpu cpu cpu"
         assert modules == "{'CpuDevice'} False"
 
 
 def test_nothing_changes_where_an_accelerator_is_present():
     first = "import torch._utils, torchtitan.tools.utils as u; u.device_type, u.device_module = 'cuda', torch.cuda"
-    types, modules = run(first=first, accelerator="torch.device('cuda')")
+    ((types, modules),) = run(firsts=[first], accelerator="torch.device('cuda')")
     assert types == "(False, False) cuda cuda cuda cuda"
     assert modules.endswith("True")
 
