@@ -53,6 +53,12 @@ def under_launcher() -> bool:
     return "RANK" in os.environ
 
 
+def threads_per_rank(num_ranks: int) -> str:
+    """`OMP_NUM_THREADS` of each of so many ranks on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return str(max(1, cores // num_ranks))
+
+
 def launch(
     command: Sequence[str], *, num_ranks: int, shown_rank: int | None, log_dir: Path, env: Mapping[str, str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -21,6 +22,34 @@ _KINDS = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
 def make_action(stage: int, kind: str, microbatch: int) -> Action:
     """One entry of a torch pipeline order; ``kind`` is "F" or "B"."""
     return Action(stage, _KINDS[kind], microbatch)
+
+
+def schedule_actions(
+    schedule: str, *, num_ranks: int, num_stages_per_rank: int, num_microbatches: int, with_messages: bool
+) -> list[list[Action | None]]:
+    """The order of one of torch's schedules, by rank.
+
+    The microbatches of a kind are renumbered where a rank has one stage: on the last one torch's order for 1F1B, which
+    is drawn and never run, counts forwards from 1.
+    """
+    # Not for training, which must not depend on it.
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = get_schedule_ops(
+        schedule, num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank, with_comms=with_messages
+    )
+    if num_stages_per_rank > 1:
+        return rows
+    renumbered: list[list[Action | None]] = []
+    for row in rows:
+        counts: Counter[_ComputationType] = Counter()
+        renumbered.append([])
+        for action in row:
+            if action is not None and action.microbatch_index is not None:
+                action = action._replace(microbatch_index=counts[action.computation_type])
+                counts[action.computation_type] += 1
+            renumbered[-1].append(action)
+    return renumbered
 
 
 def hidden_from_dispatch_modes() -> AbstractContextManager[None]:

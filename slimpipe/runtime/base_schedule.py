@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from slimpipe.options import SlimPipeOptions
+from slimpipe.planner.timeline import Timeline
 from slimpipe.program import Program, build_program
 from slimpipe.runtime.agreement import StepShape, agree
 from slimpipe.runtime.batch import Batch
@@ -18,6 +19,7 @@ from slimpipe.runtime.executor import Executor, StepRecord
 from slimpipe.runtime.executors import ExchangeRefusedError, Executors
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
+from slimpipe.runtime.recording import gather_timeline
 from slimpipe.runtime.refusals import refuse_tied_weights
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.vocabulary_checks import check_vocabulary, loss_kwargs_hash, vocab_parallel, vocabulary_hash
@@ -199,6 +201,23 @@ class SlimPipeSchedule:
     def record(self) -> StepRecord:
         """Everything the last step measured, instruction times included where the options ask for them."""
         return self._record
+
+    def timeline(self) -> Timeline:
+        """The last training step as all ranks recorded it; `SlimPipeOptions.record_times` must be on.
+
+        Collective over the pipeline's ranks; every rank gets the same. `slimpipe show --run` reads what its ``to_json``
+        gives.
+
+        Raises:
+            ValueError: Nothing was recorded.
+        """
+        return gather_timeline(
+            self._record,
+            self.program,
+            rank=self._torch_stages[0].group_rank,
+            group=self._group,
+            title=type(self).__name__.removeprefix("Schedule"),
+        )
 
     def close(self) -> None:
         """Destroy the process groups that the schedule created. Collective over the pipeline's ranks."""

@@ -31,6 +31,8 @@ class InstructionTime:
     end: float
     waited: float
     """Of that, waiting for a message."""
+    num_bytes: int = 0
+    """Of the message that it sent or waited for."""
 
 
 @dataclass
@@ -71,7 +73,8 @@ class _Step:
         """By send instruction: tensors that wait for it, or for the neighbouring stage on this very rank."""
         self.metas: dict[int, TensorMeta] = {}
         """Shape and dtype of each stage's output, hence of the gradient that comes back."""
-        self.waited = 0.0
+        self.waited, self.num_bytes = 0.0, 0
+        """Of the instruction that runs: seconds waited, and bytes of its message."""
 
     def add_loss(self, unit: Unit, loss: torch.Tensor) -> None:
         """Add the loss of a slice to that of its microbatch."""
@@ -159,12 +162,12 @@ class Executor:
             if self._vocabulary is not None:
                 self._vocabulary.begin(self.program, batch, loss_kwargs=loss_kwargs)
             for instruction in self.program.instructions[self._rank]:
-                start, step.waited = time.perf_counter(), -self._waited_with_all
+                start, step.waited, step.num_bytes = time.perf_counter(), -self._waited_with_all, 0
                 self._handlers[instruction.op](step, instruction)
                 if self._options.record_times:
                     end = time.perf_counter()
                     waited = step.waited + self._waited_with_all
-                    self.record.times.append(InstructionTime(instruction, start, end, waited))
+                    self.record.times.append(InstructionTime(instruction, start, end, waited, step.num_bytes))
             instruction = None
             if self._transport is not None:
                 self._transport.finish()
@@ -310,11 +313,14 @@ class Executor:
         channel, receive = step.received.pop((op, unit))
         assert self._transport is not None
         with self._messaging(step, instruction, channel.source):
-            return self._transport.wait(channel, receive)
+            tensor = self._transport.wait(channel, receive)
+        step.num_bytes = tensor.nbytes
+        return tensor
 
     def _send(self, step: _Step, instruction: Instruction, stream: int) -> None:
         assert self._transport is not None and instruction.peer is not None
         tensor = step.made.pop((instruction.op, instruction.unit))
+        step.num_bytes = tensor.nbytes
         with self._messaging(step, instruction, instruction.peer):
             channel = instruction.channel(self._rank)
             self._transport.send(channel, stream, tensor, announce=channel.direction == "forward")

@@ -79,7 +79,8 @@ class SlimPipeSection:
     """Count the bytes that are held for backward and report their peak per rank among the metrics."""
 
     record_times: bool = False
-    """Record start and end of every instruction of the schedule."""
+    """Record start and end of every instruction of the schedule, and write the last step that logged into the dump
+    folder, as slimpipe/timeline_rankN.json, for `slimpipe show --run`."""
 
     def __post_init__(self) -> None:
         if type(self.num_slices) is not int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 
+from slimpipe.planner.timeline import Timeline
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.schedules import ScheduleInterleavedSlimPipe, ScheduleSlimPipe
 
@@ -79,7 +80,9 @@ class SlimPipeMetrics(MetricsProcessor):
             source: What has ``metrics()``; None without a pipeline or where nothing is measured.
             group: The pipeline's process group; None without a pipeline.
             dump_folder: Folder of the run; ``slimpipe/rankN.json`` in it holds rank N's last figures and, where the
-                loss is known, losses and gradient norms of all steps that logged.
+                loss is known, losses and gradient norms of all steps that logged. With
+                ``slimpipe.record_times``, ``slimpipe/timeline_rankN.json`` is the last step that logged, of the
+                pipeline that begins with rank N.
         """
         self._source, self._group = source, group
         self._file = Path(dump_folder) / "slimpipe" / f"rank{dist.get_rank()}.json"
@@ -104,6 +107,8 @@ class SlimPipeMetrics(MetricsProcessor):
         self._losses.append(global_avg_loss)
         self._grad_norms.append(grad_norm)
         self._write(mine)
+        if isinstance(self._source, Schedule) and self._source.options.record_times:
+            self._write_timeline(self._source.timeline())
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=extra)
 
     def _figures(self) -> Mapping[str, float]:
@@ -124,7 +129,17 @@ class SlimPipeMetrics(MetricsProcessor):
         record: dict[str, Any] = {"rank": dist.get_rank(), **figures}
         if self._group is None or dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:
             record |= {"losses": self._losses, "grad_norms": self._grad_norms}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(record))
-        os.replace(unfinished, self._file)
+        _replace(self._file, json.dumps(record))
+
+    def _write_timeline(self, timeline: Timeline) -> None:
+        """On the first rank of each pipeline."""
+        assert self._file is not None
+        if dist.get_rank(self._group) == 0:
+            _replace(self._file.with_name(f"timeline_{self._file.stem}.json"), timeline.to_json())
+
+
+def _replace(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, file)

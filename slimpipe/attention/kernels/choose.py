@@ -45,6 +45,11 @@ def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> 
     )
 
 
+def refusals(q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> dict[str, str | None]:
+    """For every kernel, fastest first, why it cannot serve tensors like these; None where it can."""
+    return {kind.name: kind().refusal(q_BLNH, k_BKGH, v_BKGH) for kind in _FASTEST_FIRST}
+
+
 def check_kernel_runs(name: str, *, device: torch.device) -> None:
     """Refuse a kernel that ``device`` or the installed packages cannot run, before there is a tensor to run it on.
 

@@ -1,0 +1,91 @@
+"""What the planner needs to know of a torchtitan configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.models.common.attention import GQAttention
+
+from slimpipe.planner.layout import SCHEDULES, Layout
+from slimpipe.planner.models import ModelShape
+from slimpipe.torchtitan.config import SlimPipeTrainerConfig
+from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES
+
+
+def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
+    """The shape of the configuration's model.
+
+    Raises:
+        ValueError: It is not a decoder of equal layers of grouped-query attention and SwiGLU.
+    """
+    spec = config.model_spec
+    if spec is None:
+        raise ValueError("model: no model was chosen")
+    model: Any = spec.model
+    layers = list(getattr(model, "layers", None) or [])
+    kinds = {_layer_sizes(layer) for layer in layers}
+    if len(kinds) != 1 or None in kinds:
+        raise ValueError(
+            f'model.name = "{spec.name}", flavor "{spec.flavor}": plan knows decoders of equal layers with '
+            "grouped-query attention and SwiGLU only; give its numbers on the command line instead"
+        )
+    (sizes,) = kinds
+    assert sizes is not None
+    num_heads, num_kv_heads, head_dim, ffn_dim, num_experts, experts_per_token = sizes
+    return ModelShape(
+        name=f"{spec.name}-{spec.flavor}".lower(),
+        num_layers=len(layers),
+        dim=model.dim,
+        ffn_dim=ffn_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=model.vocab_size,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        tied=bool(getattr(model, "enable_weight_tying", False)),
+        titan=(spec.name, spec.flavor),
+    )
+
+
+def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout | None:
+    """The layout that the configuration has itself; None without a pipeline or with a schedule that plan does not
+    know, or where degrees do not divide the GPUs."""
+    parallelism, section = config.parallelism, config.slimpipe
+    name, t, p = (
+        parallelism.pipeline_parallel_schedule,
+        parallelism.tensor_parallel_degree,
+        parallelism.pipeline_parallel_degree,
+    )
+    is_ours = name in SLIMPIPE_SCHEDULES
+    if p == 1 or num_gpus % (t * p) or not (is_ours or name in SCHEDULES):
+        return None
+    mode = config.activation_checkpoint
+    recompute = "none" if mode is None else {"FullAC": "full"}.get(type(mode).__qualname__.split(".")[0], "selective")
+    return Layout(
+        tensor=t,
+        pipeline=p,
+        data=num_gpus // (t * p),
+        num_slices=section.num_slices if is_ours else 1,
+        stages_per_rank=section.num_stages_per_rank(name) if is_ours else (1 if name == "1F1B" else 2),
+        num_microbatches=config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        recompute=recompute,
+        exchange=is_ours and section.context_exchange != "off",
+        vocab_parallel=getattr(section, "vocab_parallel", "none") if is_ours else "none",
+        schedule="SlimPipe" if is_ours else name,
+    )
+
+
+def _layer_sizes(layer: Any) -> tuple[int, int, int | None, int, int, int] | None:
+    attention: Any = getattr(layer, "attention", None)
+    feed_forward: Any = getattr(layer, "feed_forward", None)
+    if not isinstance(attention, GQAttention.Config):
+        return None
+    heads = attention.n_heads, attention.n_kv_heads or attention.n_heads, attention.head_dim
+    if feed_forward is not None:
+        return *heads, feed_forward.w1.out_features, 1, 1
+    moe: Any = getattr(layer, "moe")  # noqa: B009  (which mypy does not know)
+    try:
+        return *heads, moe.routed_experts.inner_experts.hidden_dim, moe.num_experts, moe.router.top_k
+    except AttributeError:
+        return None
