@@ -54,5 +54,5 @@ def llama3_8b_128k() -> SlimPipeTrainerConfig:
         training=TrainingConfig(local_batch_size=4, seq_len=131072, steps=1000, disable_cuda_graphs=True),
         parallelism=ParallelismConfig(pipeline_parallel_degree=8, pipeline_parallel_schedule="SlimPipe"),
         activation_checkpoint=FullAC.Config(),
-        slimpipe=SlimPipeSection(num_slices=64),
+        slimpipe=SlimPipeSection(num_slices=64, vocab_parallel="output"),
     )

@@ -71,7 +71,7 @@ def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout | None:
         num_microbatches=config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         recompute=recompute,
         exchange=is_ours and section.context_exchange != "off",
-        vocab_parallel=getattr(section, "vocab_parallel", "none") if is_ours else "none",
+        vocab_parallel=section.vocab_parallel if is_ours else "none",
         schedule="SlimPipe" if is_ours else name,
     )
 

@@ -50,7 +50,7 @@ def setting_of_config(config: SlimPipeTrainerConfig) -> Setting:
         slice_len=max(1, seq_len // section.num_slices),
         options=section.options(),
         exchange_costs=_exchange_costs(config),
-        vocab_parallel=getattr(section, "vocab_parallel", "none"),
+        vocab_parallel=section.vocab_parallel,
     )
     model = _model(config)
     if model is None:
