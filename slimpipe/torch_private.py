@@ -52,6 +52,22 @@ def schedule_actions(
     return renumbered
 
 
+def forget_failed_step(module: FSDPModule) -> None:
+    """Make an FSDP2 module forget a forward or backward that an exception ended, and its unreduced gradients.
+
+    ``FSDPModule.reset_iter_state`` keeps those gradients, out of reach of ``zero_grad``: the next reduction would add
+    them.
+    """
+    state = module._get_fsdp_state()
+    if state._is_root:  # known from its first forward on
+        module.reset_iter_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # after its first all-gather
+                parameter._unsharded_param.grad = None
+
+
 def hidden_from_dispatch_modes() -> AbstractContextManager[None]:
     """Context in which no TorchDispatchMode sees an operator.
 

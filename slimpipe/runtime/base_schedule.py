@@ -172,10 +172,10 @@ class SlimPipeSchedule:
         Returns:
             ``num_slices``; ``peak_live_units``; of the context exchange ``exchange_bytes`` (sent by this rank),
             ``exchange_wait_seconds`` (spent waiting for its messages) and ``attention_load_max_over_mean`` (see
-            `Program.load_max_over_mean`; 1 is perfect); ``vocabulary_wait_seconds`` (spent in the collectives of a
-            shared vocabulary). Where ``SlimPipeOptions.measure_memory`` is on
-            ``peak_live_bytes`` (held for backward: saved by autograd, K,V, inputs, rows held for others),
-            ``kv_bytes``, ``carry_bytes`` (dK,dV in waiting), ``exchange_held_bytes`` (K,V and dK,dV held for others)
+            `Program.load_max_over_mean`; 1 is perfect); ``vocabulary_wait_seconds`` (the host's, in the collectives of
+            a shared vocabulary). Where ``SlimPipeOptions.measure_memory`` is on ``peak_live_bytes`` (held for backward:
+            saved by autograd, K,V, inputs, rows held for others, gradients of hidden states), ``kv_bytes``,
+            ``carry_bytes`` (dK,dV in waiting), ``exchange_held_bytes`` (K,V and dK,dV held for others)
             and ``message_bytes`` (of the pipeline, not of the exchange) at their peaks.
         """
         record = self._record

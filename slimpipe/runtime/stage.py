@@ -102,13 +102,14 @@ class Stage:
     def end(self) -> None:
         """End a step: nothing of it stays."""
         assert not self._live, f"{len(self._live)} units of stage {self.index} are still live after the step"
-        self.drop()
+        self._store = None
+        self._gradient_sync.rest()
 
     def drop(self) -> None:
-        """Let go of everything, and leave data parallelism as it is outside of steps."""
+        """Let go of everything, after a failure, and leave data parallelism as it is outside of steps."""
         self._live.clear()
         self._store = None
-        self._gradient_sync.set(last=True)
+        self._gradient_sync.forget()
 
     # A unit ----------------------------------------------------------------------------------------------------------
 

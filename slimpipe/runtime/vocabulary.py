@@ -22,7 +22,7 @@ from slimpipe.dtypes import wide_dtype
 from slimpipe.program import Op, Program, Unit
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.gradient_sync import GradientSync
-from slimpipe.torch_private import group_timeout, set_group_timeout
+from slimpipe.torch_private import group_timeout
 from slimpipe.transport import TensorMeta, new_pipeline_group
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 from slimpipe.vocabulary.ranks import Pending, Ranks
@@ -74,21 +74,26 @@ class SharedVocabulary:
         device: torch.device,
     ) -> None:
         self._head, self._embedding, self._device = head, embedding, device
+        self._modules = [head] if embedding is None else [head, embedding]
         self._group: dist.ProcessGroup | None = None
+        timeout = None
         if pipeline is not None:
-            ranks = dist.get_process_group_ranks(pipeline)
-            self._group = new_pipeline_group(ranks, group_timeout(pipeline, device))
+            timeout = group_timeout(pipeline, device)
+            self._group = new_pipeline_group(dist.get_process_group_ranks(pipeline), timeout)
         self._ranks = Ranks(self._group)
+        if timeout is not None:
+            self.set_timeout(timeout)
         self._last_rank = self._ranks.size - 1
+        self._labels_compared = False
         self._gradient_sync = {Op.VOCABULARY: GradientSync(head)}
         if embedding is not None:
             self._gradient_sync[Op.EMBED_BACKWARD] = GradientSync(embedding)
         self._now: _Step | None = None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of its group."""
-        if self._group is not None:
-            set_group_timeout(self._group, timeout)
+        """Change the timeout of its group, and of those of head and embedding."""
+        for ranks in (self._ranks, *(module.ranks for module in self._modules)):
+            ranks.set_timeout(timeout)
 
     def close(self) -> None:
         """Destroy its group."""
@@ -108,6 +113,9 @@ class SharedVocabulary:
             tokens=None if self._embedding is None else self._share(batch.tokens, source=0),
             targets=self._share(batch.targets, source=self._last_rank),
         )
+        if not self._labels_compared and self._head.ranks.size > self._ranks.size:
+            self._compare_labels(batch.targets)
+            self._labels_compared = True
 
     def end(self) -> None:
         """End a step: what is under way comes to its end, and nothing stays."""
@@ -116,13 +124,15 @@ class SharedVocabulary:
         if self._step.embedded is not None:
             self._step.embedded.wait()
         assert not self._step.gradients and not self._step.edges, "gradients of the vocabulary were left over"
-        self.drop()
-
-    def drop(self) -> None:
-        """Let go of everything, and leave data parallelism as it is outside of steps."""
         self._now = None
         for sync in self._gradient_sync.values():
-            sync.set(last=True)
+            sync.rest()
+
+    def drop(self) -> None:
+        """Let go of everything, after a failure, and leave data parallelism as it is outside of steps."""
+        self._now = None
+        for sync in self._gradient_sync.values():
+            sync.forget()
 
     @property
     def num_bytes(self) -> int:
@@ -131,9 +141,8 @@ class SharedVocabulary:
 
     @property
     def waited(self) -> float:
-        """Seconds spent in collectives so far."""
-        modules = (self._head, self._embedding)
-        return self._ranks.waited + sum(module.ranks.waited for module in modules if module is not None)
+        """Seconds that the host has spent in collectives so far: on GPUs, on starting them."""
+        return self._ranks.waited + sum(module.ranks.waited for module in self._modules)
 
     @property
     def _step(self) -> _Step:
@@ -166,7 +175,8 @@ class SharedVocabulary:
 
     def take_gradient(self, unit: Unit) -> Tensor:
         """On the last rank: gradient of a unit's hidden states."""
-        self._settle_gradient()
+        if unit not in self._step.gradients:
+            self._settle_gradient()  # only the newest is still on its way
         return self._step.gradients.pop(unit)
 
     def _broadcast_hidden(self) -> Tensor:
@@ -228,6 +238,17 @@ class SharedVocabulary:
             torch.autograd.backward((edge,), (gradient_BLD,))
 
     # Parts -----------------------------------------------------------------------------------------------------------
+
+    def _compare_labels(self, labels: list[Tensor]) -> None:
+        """Refuse a head whose group holds pipelines with other data: only tensor parallel ones may share one."""
+        sums = torch.stack([microbatch.sum(dtype=torch.int64) for microbatch in labels])
+        ends = torch.stack([sums, -sums])
+        self._head.ranks.all_max(ends)
+        if not torch.equal(ends[0], -ends[1]):
+            raise ValueError(
+                f"loss_fn shares the vocabulary among ranks {self._head.ranks.members}, which hold pipelines with "
+                "other labels: only pipelines on the same data may share one; nearest legal value: group = the stages' group"
+            )
 
     def _share(self, mine: list[Tensor], *, source: int) -> list[Tensor]:
         """Integers that one rank was given, one tensor per microbatch, on every rank, as int64."""

@@ -243,7 +243,7 @@ def _vocabulary_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
         if group is not None and group.optimizer_name not in _ROW_BY_ROW:
             yield (
                 f"{setting}: optimizer {group.optimizer_name} needs {name}.weight as a whole, and each rank has some "
-                f"rows; {none}, or for {name} an optimizer of {', '.join(_ROW_BY_ROW)}"
+                f"rows; {none}, or an optimizer of {', '.join(_ROW_BY_ROW)}"
             )
 
 

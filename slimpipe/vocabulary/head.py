@@ -122,6 +122,7 @@ class VocabularyHead(VocabularyRows):
         labels_T = labels_T.masked_fill(~valid_T, 0)
         self.check_ids("labels", labels_T, or_else=f", or {self.ignore_index} to be ignored")
         scale_T = valid_T.to(wide_dtype(weight_RD.dtype)) / (1 if denominator is None else denominator)
+        scale_T.masked_fill_(~valid_T, 0.0)  # where nothing is valid at all, the denominator may be 0
         return _LossAndGradients.apply(
             hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
             weight_RD,

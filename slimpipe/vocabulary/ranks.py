@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from slimpipe.torch_private import set_group_timeout
 from slimpipe.transport import PipelineError
 
 _T = TypeVar("_T")
@@ -43,7 +45,7 @@ class Ranks:
 
     Attributes:
         members: Their global ranks.
-        waited: Seconds spent in collectives so far.
+        waited: Seconds that the host has spent in collectives so far; on GPUs, on starting them.
 
     Raises:
         ValueError: The mesh has more than one dimension, or this rank is no member of the group.
@@ -75,6 +77,11 @@ class Ranks:
                 f"{name} = {rank}: it must be a rank of the group, 0 .. {self.size - 1}; "
                 f"nearest legal value: {min(max(rank, 0), self.size - 1)}"
             )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of the group."""
+        if self._group is not None:
+            set_group_timeout(self._group, timeout)
 
     def all_max(self, tensor: Tensor) -> None:
         """Largest values, on every rank."""

@@ -32,8 +32,8 @@ class VocabularyRows(nn.Module):
 
     Attributes:
         weight: The rows [R, D], a plain parameter; R may be 0. Modules may share one parameter (tied weights): its
-            gradient is the sum. Under the name of the whole matrix in a state dict it is still only this rank's rows:
-            who saves it must say so.
+            gradient is the sum; FSDP2 must not shard it, as it would make it two. Under the name of the whole matrix in
+            a state dict it is still only this rank's rows: who saves it must say so.
         rows: Which rows they are.
         vocab_size: V.
     """

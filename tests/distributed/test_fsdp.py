@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -77,6 +78,8 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool, exchange: str) -> list[
 
     for evaluate, batch in ((False, batches[0]), (True, batches[1]), (False, batches[1])):
         counts = step(batch, evaluate)
+        # Gathered ones would be taken for the newest after the optimizer's next step.
+        assert all(isinstance(parameter, DTensor) for part in parts for parameter in part.parameters()), "gathered"
         assert counts["c10d::_reduce_scatter_base_"] == (0 if evaluate else num_units), (evaluate, counts)
     assert bool(schedule.program.transfers) == (exchange == "on")
     schedule.close()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,8 +84,18 @@ def fsdp(v: int, m: int, vocab: int, vocab_parallel: str, reshard: bool) -> list
             run(*args, target=labels if pp_rank == PP - 1 else None, return_outputs=False, **kwargs)
         return Counter(event.name for event in profiler.events())
 
+    # A step that fails late leaves nothing: neither gradients that are yet to be reduced, nor gathered weights.
+    tokens, labels, _ = batches[0]
+    wrong = labels.clone()
+    for half in wrong.chunk(DP):
+        half[-1, -1] = vocab
+    with pytest.raises(ValueError, match="labels holds"):
+        step((tokens, wrong, None), evaluate=False)
+    for part in parts:
+        part.zero_grad()
     for evaluate, batch in ((False, batches[0]), (True, batches[1]), (False, batches[1])):
         counts = step(batch, evaluate)
+        assert all(isinstance(parameter, DTensor) for part in parts for parameter in part.parameters()), "gathered"
         assert counts["c10d::_reduce_scatter_base_"] == (0 if evaluate else num_units), (evaluate, counts)
     schedule.close()
     expected, _ = unsliced(whole_case, batches)
