@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Sequence
 from typing import Any
+
+from slimpipe.arguments import require_torchtitan
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -31,8 +32,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         ValueError: torchtitan is missing.
     """
-    if importlib.util.find_spec("torchtitan") is None:
-        raise ValueError("checking a run needs torchtitan; install it with: pip install 'slimpipe[torchtitan]'")
+    require_torchtitan("checking a run")
     from slimpipe.torchtitan.findings import find
 
     findings = find(arguments.config, overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
 import shutil
 import sys
 import time
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slimpipe import check_cli, launcher, plan_cli, show_cli
-from slimpipe.arguments import positive
+from slimpipe.arguments import positive, require_torchtitan
 from slimpipe.options import KERNEL_NAMES
 from slimpipe.summary import summarise
 
@@ -59,25 +59,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
-    """Run a command other than train. What it raises as ValueError is the user's, in one line."""
+    """Run a command other than train. What it raises as ValueError or OSError is the user's, in one line."""
     try:
-        if arguments.command == "plan":
-            return plan_cli.run(arguments)
-        if arguments.command == "show":
-            return show_cli.run(arguments, rest)
-        if arguments.command == "check":
-            return check_cli.run(arguments, rest)
-        from slimpipe import measure_cli
-
-        measure_cli.run(arguments, argv)
-        return _OK
+        code = _run(arguments, rest, argv)
+        sys.stdout.flush()  # here a full disk or a closed pipe shows
+        return code
     except ValueError as error:
         return _say(error, _USAGE)
+    except OSError as error:
+        if error.filename is not None:
+            return _say(f"{error.filename}: {error.strerror}", _USAGE)
+        # What is left to print must not fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _OK if isinstance(error, BrokenPipeError) else _say(f"output: {error.strerror or error}", _USAGE)
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], argv: Sequence[str]) -> int:
+    if arguments.command == "plan":
+        return plan_cli.run(arguments)
+    if arguments.command == "show":
+        return show_cli.run(arguments, rest)
+    if arguments.command == "check":
+        return check_cli.run(arguments, rest)
+    from slimpipe import measure_cli
+
+    measure_cli.run(arguments, argv)
+    return _OK
 
 
 def _train(argv: list[str], num_ranks: int | None) -> int:
-    if importlib.util.find_spec("torchtitan") is None:
-        return _say("training needs torchtitan; install it with: pip install 'slimpipe[torchtitan]'", _USAGE)
+    try:
+        require_torchtitan("training")
+    except ValueError as error:
+        return _say(error, _USAGE)
     if launcher.under_launcher():
         launcher.prepare_rank()
         return _run_rank(argv)

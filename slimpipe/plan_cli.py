@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import re
 import shlex
@@ -11,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimpipe.arguments import positive
+from slimpipe.arguments import positive, require_torchtitan
 from slimpipe.options import VOCAB_PARALLEL_NAMES
 from slimpipe.planner.hardware import HARDWARE, hardware_named
 from slimpipe.planner.layout import RECOMPUTE, SCHEDULES, broken_rule
@@ -21,10 +20,11 @@ from slimpipe.planner.search import CONSTANTS, GIB, Judged, Question, Wanted, lo
 from slimpipe.planner.timed import num_units, timed
 from slimpipe.planner.write_toml import to_toml
 
-_BATCH_TOKENS = 4 * 2**20
 _UNITS_TO_SIMULATE = 2600
 """Of all layouts together; more take seconds, and only --simulate asks for it."""
 _LONGEST_STEP = 4096
+_TOP = 5
+_MOST_BYTES = 2**50
 
 _SIZES = {"num-layers": "L", "dim": "D", "ffn-dim": "F", "num-heads": "N", "num-kv-heads": "G"}
 _MORE_SIZES = {"vocab": "V", "head-dim": "H", "num-experts": "E", "experts-per-token": "K"}
@@ -49,14 +49,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(HARDWARE)}; h100 by default")
     command.add_argument("--gpu-memory", type=_bytes, metavar="80GiB", help="the GPU's own by default")
     command.add_argument(
-        "--sequences", type=positive, metavar="N", help="per step, all replicas together; 4 Mi tokens by default"
+        "--sequences",
+        type=positive,
+        metavar="N",
+        help="per step, all replicas together; 4 Mi tokens or less by default",
     )
     command.add_argument("--schedule", choices=SCHEDULES, default="SlimPipe", help="SlimPipe by default")
     command.add_argument("--constants", choices=CONSTANTS, default="ours", help="whose rule of memory; ours by default")
     command.add_argument("--headroom", type=_gib, metavar="GiB", help="memory of a GPU that must stay free of it")
     command.add_argument("--longest", action="store_true", help="find the longest sequence that fits instead")
-    command.add_argument("--top", type=positive, default=5, metavar="N", help="layouts to show, 5 by default")
-    command.add_argument("--simulate", type=int, metavar="N", help="simulate the best N; by default the quick ones")
+    command.add_argument("--top", type=positive, metavar="N", help=f"layouts to show, {_TOP} by default")
+    command.add_argument("--simulate", type=_count, metavar="N", help="simulate the best N; by default the quick ones")
     command.add_argument("--write", metavar="FILE.toml", help="write the best layout as a configuration file")
     command.add_argument("--json", action="store_true", help="print figures as JSON")
     fixed = command.add_argument_group("settings to keep; all of the grid otherwise")
@@ -74,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: Wrong input, or nothing that fits; one line.
     """
-    question, own = _question(arguments)
+    _check_flags(arguments)
+    question, config = _question(arguments)
     wanted = _wanted(arguments)
     if arguments.longest:
         seq_len, best = longest(question, wanted, step=_LONGEST_STEP)
@@ -84,20 +88,50 @@ def run(arguments: argparse.Namespace) -> int:
     fitting = [split.best for split in splits if split.best is not None]
     if not fitting:
         raise ValueError(no_layout(question, splits, nearest_question(question, wanted)))
-    shown = fitting[: arguments.top]
-    times = {judged.layout: timed(judged) for judged in _to_simulate(arguments.simulate, shown)}
+    top = arguments.top or _TOP
+    candidates = fitting[: max(top, arguments.simulate or 0, _TOP)]  # the same, however many are shown
+    times = {judged.layout: timed(judged) for judged in _to_simulate(arguments.simulate, candidates)}
+    candidates.sort(key=lambda judged: times[judged.layout].seconds if judged.layout in times else judged.seconds)
+    shown = candidates[:top]
+    own, own_breaks = (None, None) if config is None else _own_layout(question, config)
     if arguments.write:
         text = to_toml(question.model, shown[0].layout, seq_len=question.seq_len, command=_command(arguments))
         _write(arguments.write, text)
     report = as_json if arguments.json else as_text
-    print(report(question, splits, shown, times, own=own))
+    print(report(question, splits, shown, times, own=own, own_breaks=own_breaks))
     if arguments.write and not arguments.json:
-        print(f"\nwritten: {arguments.write}")
+        settled = shown[0].layout in times or shown[0].layout.schedule != "SlimPipe"
+        remark = "" if settled else f" (first by the closed form; --simulate {len(candidates)} may find another one)"
+        print(f"\nwritten: {arguments.write}, layout 1{remark}")
     return 0
 
 
-def _question(arguments: argparse.Namespace) -> tuple[Question, Judged | None]:
-    """What is asked, and the layout that the file has itself."""
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Flags that would have no effect."""
+    if arguments.longest:
+        for flag in ("seq_len", "write", "top", "simulate"):
+            if getattr(arguments, flag) is not None:
+                raise ValueError(f"--{flag.replace('_', '-')}: --longest has no use for it; give one of the two")
+    schedule = arguments.schedule
+    if schedule != "SlimPipe":
+        for flag, value, neutral in (
+            ("--num-slices", arguments.num_slices, 1),
+            ("--exchange", arguments.exchange, "off"),
+            ("--vocab-parallel", arguments.vocab_parallel, "none"),
+            ("--simulate", arguments.simulate, 0),
+        ):
+            if value not in (None, neutral):
+                raise ValueError(
+                    f"{flag} {value}: only --schedule SlimPipe has it, not {schedule}; nearest legal value: {neutral}"
+                )
+    if arguments.gpus < 2:
+        raise ValueError(f"--gpus {arguments.gpus}: a pipeline needs 2 GPUs; nearest legal value: 2")
+    if arguments.write is not None and Path(arguments.write).exists():
+        raise ValueError(f"--write {arguments.write!r}: it must name a file that does not exist yet")
+
+
+def _question(arguments: argparse.Namespace) -> tuple[Question, Any]:
+    """What is asked, and the configuration of its file."""
     model, seq_len, config = _model(arguments)
     if seq_len is None and not arguments.longest:
         raise ValueError("--seq-len: how many tokens a sequence has must be given, for example --seq-len 131072")
@@ -109,7 +143,7 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Judged | None]:
         num_gpus=arguments.gpus,
         hardware=hardware,
         memory=arguments.gpu_memory or hardware.memory,
-        sequences=arguments.sequences or max(1, _BATCH_TOKENS // seq_len),
+        sequences=arguments.sequences,
         headroom=arguments.headroom,
         constants=arguments.constants,
         schedule=arguments.schedule,
@@ -121,11 +155,11 @@ def _question(arguments: argparse.Namespace) -> tuple[Question, Judged | None]:
         )
     if arguments.context not in (None, 1):
         raise ValueError(f"--context {arguments.context}: context parallelism is not supported with slices; nearest: 1")
-    return question, None if config is None else _own_layout(question, config)
+    return question, config
 
 
 def _model(arguments: argparse.Namespace) -> tuple[ModelShape, int | None, Any]:
-    given = [flag for flag in _SIZES if getattr(arguments, flag.replace("-", "_"))]
+    given = [flag for flag in {**_SIZES, **_MORE_SIZES} if getattr(arguments, flag.replace("-", "_"))]
     sources = [name for name, value in (("--model", arguments.model), ("--toml", arguments.toml)) if value]
     sources += [f"--{given[0]}"] if given else []
     if len(sources) != 1:
@@ -152,8 +186,7 @@ def _model(arguments: argparse.Namespace) -> tuple[ModelShape, int | None, Any]:
 
 
 def _from_toml(path: str, seq_len: int | None) -> tuple[ModelShape, int, Any]:
-    if importlib.util.find_spec("torchtitan") is None:
-        raise ValueError("--toml needs torchtitan; install it with: pip install 'slimpipe[torchtitan]'")
+    require_torchtitan("--toml")
     from slimpipe.torchtitan.cpu import use_cpu
 
     use_cpu()
@@ -171,14 +204,18 @@ def _from_toml(path: str, seq_len: int | None) -> tuple[ModelShape, int, Any]:
     return shape_of(config), seq_len or config.training.seq_len, config
 
 
-def _own_layout(question: Question, config: Any) -> Judged | None:
+def _own_layout(question: Question, config: Any) -> tuple[Judged | None, str | None]:
+    """The layout that the file has itself, or why plan cannot judge it."""
     from slimpipe.torchtitan.shape import layout_of
 
-    layout = layout_of(config, num_gpus=question.num_gpus)
-    if layout is None or broken_rule(layout, question.model, seq_len=question.seq_len):
-        return None
+    try:
+        layout = layout_of(config, num_gpus=question.num_gpus)
+    except ValueError as error:
+        return None, str(error)
+    if rule := broken_rule(layout, question.model, seq_len=question.seq_len):
+        return None, rule
     own = replace(question, schedule=layout.schedule, sequences=layout.num_microbatches * layout.data)
-    return Judged(own, layout, *own.parts(layout))
+    return Judged(own, layout, *own.parts(layout)), None
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
@@ -193,14 +230,14 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     )
 
 
-def _to_simulate(asked: int | None, shown: list[Judged]) -> list[Judged]:
+def _to_simulate(asked: int | None, candidates: list[Judged]) -> list[Judged]:
     """As many as were asked for, or those of the best that are simulated in about half a second together."""
-    if shown[0].layout.schedule != "SlimPipe":
+    if candidates[0].layout.schedule != "SlimPipe":
         return []
     if asked is not None:
-        return shown[:asked]
+        return candidates[:asked]
     chosen, units = [], 0
-    for judged in shown:
+    for judged in candidates:
         if units + num_units(judged.layout) <= _UNITS_TO_SIMULATE:
             chosen.append(judged)
             units += num_units(judged.layout)
@@ -210,7 +247,8 @@ def _to_simulate(asked: int | None, shown: list[Judged]) -> list[Judged]:
 def _write(path: str, text: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+        with Path(path).open("x") as file:
+            file.write(text)
     except OSError as error:
         raise ValueError(f"--write {path}: {error.strerror}") from None
 
@@ -229,12 +267,20 @@ def _command(arguments: argparse.Namespace) -> str:
     return " ".join(["slimpipe plan", *flags])
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 0; nearest legal value: 0")
+    return int(text)
+
+
 def _bytes(text: str) -> float:
     units = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2] not in units or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a size like 80GiB; units: {', '.join(filter(None, units))}")
-    return float(match[1]) * units[match[2]]
+    if (value := float(match[1]) * units[match[2]]) > _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is more than any GPU has; nearest legal value: 1024TiB")
+    return value
 
 
 def _gib(text: str) -> float:
@@ -242,6 +288,6 @@ def _gib(text: str) -> float:
         value = float(text.removesuffix("GiB"))
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GiB, at least 0; nearest legal value: 0")
+    if not 0 <= value <= _MOST_BYTES / GIB:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} must be GiB, at least 0 and at most {_MOST_BYTES // GIB}")
     return value * GIB

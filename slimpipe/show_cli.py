@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slimpipe.arguments import positive
+from slimpipe.arguments import positive, require_torchtitan
 from slimpipe.options import VOCAB_PARALLEL_NAMES, SlimPipeOptions
 from slimpipe.planner.compare import compare, fit_costs, shape_of
 from slimpipe.planner.costs import OpCosts
@@ -71,6 +71,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     Raises:
         ValueError: Something cannot be shown as asked; one line says why.
     """
+    for path in filter(None, (arguments.svg, arguments.png, arguments.trace)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"{path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
     recorded = None if arguments.run is None else Timeline.from_json(_read(arguments.run))
     schedules, setting = _what(arguments, overrides, recorded)
     comparison = None
@@ -121,6 +124,7 @@ def _what(
     if arguments.config is not None:
         if named:
             raise ValueError(f"{', '.join(named)}: the file says so already; change it with --section.key value")
+        require_torchtitan("showing a file")
         from slimpipe.torchtitan.shown import setting_of
 
         hardware = None if arguments.gpu is None else hardware_named(arguments.gpu)

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from slimpipe.program.cost import AttentionShape
 from slimpipe.program.ir import Unit
+
+
+def _is_cost(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,12 @@ class Link:
     """Seconds of a message without content."""
     bandwidth: float = math.inf
     """Bytes per second."""
+
+    def __post_init__(self) -> None:
+        if not _is_cost(self.latency):
+            raise ValueError(f"link.latency = {self.latency}: it must be at least 0 and finite; nearest legal value: 0")
+        if not isinstance(self.bandwidth, int | float) or not self.bandwidth > 0:
+            raise ValueError(f"link.bandwidth = {self.bandwidth}: it must be above 0 bytes per second")
 
     def seconds(self, num_bytes: float) -> float:
         """For a message to arrive."""
@@ -72,6 +83,10 @@ class OpCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             values = getattr(self, field.name)
+            if field.name in ("link", "attention_shape"):
+                continue
+            if isinstance(values, tuple) != str(field.type).startswith("tuple"):
+                raise ValueError(f"{field.name} = {values}: it must be of type {field.type}")
             optional = field.name in ("recompute_forward", "layers") and values == ()
             if isinstance(values, tuple) and len(values) != self.num_stages and not optional:
                 raise ValueError(
@@ -79,8 +94,14 @@ class OpCosts:
                     "stages, as linear_forward has"
                 )
             for value in values if isinstance(values, tuple) else (values,):
-                if isinstance(value, int | float) and not value >= 0:
-                    raise ValueError(f"{field.name} = {values}: costs must be at least 0; nearest legal value: 0")
+                if not _is_cost(value):
+                    raise ValueError(
+                        f"{field.name} = {values}: costs must be at least 0 and finite; nearest legal value: 0"
+                    )
+        if type(self.slice_len) is not int or self.slice_len < 1:
+            raise ValueError(f"slice_len = {self.slice_len}: it must be an integer of at least 1")
+        if self.alone_speed < 1:
+            raise ValueError(f"alone_speed = {self.alone_speed}: it must be at least 1; nearest legal value: 1")
 
     @property
     def num_stages(self) -> int:
@@ -153,8 +174,11 @@ class OpCosts:
         return cls(slice_len=slice_len, **{**forward, **backward, **others})  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """As text; `from_json` reads it."""
-        return json.dumps(asdict(self), indent=2)
+        """As text; `from_json` reads it. A link without limit has no bandwidth there, since JSON has no infinity."""
+        values = asdict(self)
+        if self.link.bandwidth == math.inf:
+            values["link"]["bandwidth"] = None
+        return json.dumps(values, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> OpCosts:
@@ -167,6 +191,10 @@ class OpCosts:
             values: dict[str, Any] = json.loads(text)
             values = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
             link, shape = values.pop("link", {}), values.pop("attention_shape", None)
+            if link.get("bandwidth") is None:
+                link = {**link, "bandwidth": math.inf}
+            if shape is not None and any(type(size) is not int or size < 1 for size in shape.values()):
+                raise ValueError(f"attention_shape = {shape}: sizes must be integers of at least 1")
             return cls(**values, link=Link(**link), attention_shape=None if shape is None else AttentionShape(**shape))
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"not a table of costs ({type(error).__name__}: {error})") from error

@@ -77,11 +77,13 @@ def broken_rule(layout: Layout, model: ModelShape, *, seq_len: int) -> str | Non
 
 
 def _broken_rules(layout: Layout, model: ModelShape, seq_len: int) -> Iterator[str]:
-    t, p, n, v = layout.tensor, layout.pipeline, layout.num_slices, layout.stages_per_rank
+    t, p, n, v, m = layout.tensor, layout.pipeline, layout.num_slices, layout.stages_per_rank, layout.num_microbatches
     if layout.context > 1:
         yield f"c = {layout.context}: context parallelism is not supported together with slices; nearest: 1"
-    if p > 1 and model.tied:
-        yield f"{model.name}: embedding and output layer share one weight, which no pipeline can run; nearest: p = 1"
+    if p < 2:
+        yield f"p = {p}: a run without a pipeline cuts no slices and no microbatches; nearest: 2"
+    if model.tied:
+        yield f"{model.name}: embedding and output layer share one weight, which no pipeline can run"
     if layout.schedule == "SlimPipe":
         if n < p:
             yield f"n = {n}: it must be at least p = {p}; nearest: {p}"
@@ -94,11 +96,29 @@ def _broken_rules(layout: Layout, model: ModelShape, seq_len: int) -> Iterator[s
         yield f"a sequence of {seq_len} does not divide by t = {t}; nearest: {max(1, round(seq_len / t)) * t}"
     if layout.schedule == "1F1B" and v > 1:
         yield f"v = {v}: 1F1B has one stage per rank; nearest: 1"
-    if layout.schedule == "Interleaved1F1B" and (v == 1 or layout.num_microbatches % p):
-        yield f"Interleaved1F1B: v must be at least 2, and m = {layout.num_microbatches} a multiple of p = {p}"
+    if layout.schedule == "1F1B" and m < p:
+        yield f"m = {m}: 1F1B needs a microbatch for each of p = {p} ranks; nearest: {p}"
+    if layout.schedule == "Interleaved1F1B":
+        if v == 1 or m % p:
+            yield f"Interleaved1F1B: v must be at least 2, and m = {m} a multiple of p = {p}"
+        if v > 2 and not _makes_stages(model.num_layers, p * v):
+            legal = [x for x in range(2, model.num_layers // p + 1) if x == 2 or _makes_stages(model.num_layers, p * x)]
+            nearest = min(legal, key=lambda x: abs(x - v), default=2)
+            yield f"v = {v}: torchtitan cannot cut {model.num_layers} layers into {p * v} stages; nearest: {nearest}"
     if p * v > model.num_layers:
         yield f"p v = {p * v}: there are no more than {model.num_layers} layers; nearest: v = {model.num_layers // p}"
     if model.num_kv_heads % t:
-        yield f"t = {t}: it must divide the {model.num_kv_heads} K,V heads"
+        nearest = min(_divisors(model.num_kv_heads), key=lambda x: abs(x - t))
+        yield f"t = {t}: it must divide the {model.num_kv_heads} K,V heads; nearest: {nearest}"
     if layout.vocab_parallel != "none" and -(-model.vocab_size // (p * t)) * (p * t - 1) >= model.vocab_size:
         yield f"a vocabulary of {model.vocab_size} leaves no row for the last of p t = {p * t} ranks"
+
+
+def _makes_stages(num_layers: int, num_stages: int) -> bool:
+    """Whether torchtitan, which is told the layers of a stage, not the stages, makes so many."""
+    layers_per_stage = -(-num_layers // num_stages)
+    return -(-num_layers // layers_per_stage) == num_stages
+
+
+def _divisors(number: int) -> list[int]:
+    return [x for x in range(1, number + 1) if number % x == 0]

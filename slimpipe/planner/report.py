@@ -22,13 +22,16 @@ def as_text(
     times: Mapping[Layout, Timed],
     *,
     own: Judged | None = None,
+    own_breaks: str | None = None,
 ) -> str:
-    """Tables: layouts, their memory, what does not fit."""
+    """Tables: layouts, their memory, what does not fit; ``own_breaks`` is why the file's own layout is no row."""
     judged = [*shown, *([own] if own else [])]
     names = [str(rank + 1) for rank in range(len(shown))] + (["file"] if own else [])
     blocks = [_head(question, splits), _layout_table(names, judged, times), _memory_table(names, judged)]
     if own and not own.fits:
         blocks.append(f"the file's own layout does not fit: {_why(own)}")
+    if own_breaks:
+        blocks.append(f"the file's own layout is not among them: {own_breaks}")
     if refused := [split for split in splits if split.best is None]:
         lines = [_refusal(splits, split) for split in refused[:_MOST_REFUSED]]
         more = len(refused) - len(lines)
@@ -45,6 +48,7 @@ def as_json(
     times: Mapping[Layout, Timed],
     *,
     own: Judged | None = None,
+    own_breaks: str | None = None,
 ) -> str:
     """Everything in SI units and bytes."""
     refused = [
@@ -66,7 +70,7 @@ def as_json(
         "gpu_memory": question.memory,
         "limit": question.limit,
         "constants": question.constants,
-        "sequences_per_step": question.sequences,
+        "sequences_per_step": question.num_sequences,
         "num_layouts": sum(split.num_layouts for split in splits),
         "layouts": [_figures(judged, times) for judged in shown],
         "refused": refused,
@@ -74,6 +78,8 @@ def as_json(
     }
     if own:
         report["own_layout"] = _figures(own, times)
+    if own_breaks:
+        report["own_layout_breaks"] = own_breaks
     return json.dumps(report, indent=2)
 
 
@@ -100,16 +106,17 @@ def no_layout(question: Question, splits: Sequence[Split], near: Judged | None) 
     smallest = min((s.smallest for s in splits if s.smallest), key=lambda judged: judged.bytes, default=None)
     if smallest is not None:
         return f"{head}: even {smallest.layout} takes {_why(smallest)}{nearest}"
-    reasons = [split.broken for split in splits if split.broken]
-    return f"{head}: {reasons[0] if reasons else 'no t times p in the grid divides the GPUs'}{nearest}"
+    # Where sequences do not divide among replicas, nothing else was looked at: fewest replicas tell most.
+    fewest = min((split for split in splits if split.broken), key=lambda split: split.data, default=None)
+    return f"{head}: {fewest.broken if fewest else 'no t times p in the grid divides the GPUs'}{nearest}"
 
 
 def _head(question: Question, splits: Sequence[Split]) -> str:
     fitting = sum(split.best is not None for split in splits)
     model = question.model
     return (
-        f"{model.name} ({model.parameters / 1e9:.1f} B parameters), {question.seq_len} tokens, {question.sequences} "
-        f"sequences per step\n"
+        f"{model.name} ({model.parameters / 1e9:.1f} B parameters), {question.seq_len} tokens, "
+        f"{question.num_sequences} sequences per step\n"
         f"{question.num_gpus} {question.hardware.name} of {question.memory / GIB:.1f} GiB, of which "
         f"{question.limit / GIB:.1f} may be planned (headroom {(question.memory - question.limit) / GIB:.2f}); memory "
         f"by {'our own rule' if question.constants == 'ours' else 'the rule of the reference'}\n"
@@ -151,7 +158,7 @@ def _layout_table(names: Sequence[str], judged: Sequence[Judged], times: Mapping
                 f"{item.bytes / GIB:.1f}",
                 f"{100 * bubble:.1f} %",
                 f"{100 * item.equal_units_bubble:.2f} %",
-                f"{seconds:.1f}" + ("" if time else "~"),
+                (f"{seconds:#.3g}" if seconds < 100 else f"{seconds:.1f}") + ("" if time else "~"),
                 f"{100 * item.mfu(causal=True, seconds=seconds):.1f} %",
                 f"{100 * item.mfu(causal=False, seconds=seconds):.1f} %",
                 f"{item.p2p_bytes / GIB:.1f}",

@@ -1,8 +1,8 @@
 """Which layouts of a grid fit, and which of them is fastest: every one of the grid is judged, in the same order always.
 
 Judged by closed forms: memory of the two ranks that can hold most (first and last), and the lock-step time. Left out
-without a look are only layouts that another one of the grid beats for sure: the same with less recomputing, or with
-exchange, that fits.
+without a look are only layouts that another one of the grid beats for sure: the same with less recomputing that fits,
+or with exchange and as little recomputing as the grid has.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_HALVINGS = 9
 _LEAST_SLICE = 512
 _MAX_STAGES_PER_RANK = 10
+_BATCH_TOKENS = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,20 @@ class Question:
     hardware: Hardware
     memory: float
     """Of a GPU, in bytes."""
-    sequences: int
-    """Per step, all replicas together."""
+    sequences: int | None = None
+    """Per step, all replicas together; None for the power of two that comes to 4 Mi tokens or next below."""
     headroom: float | None = None
     """Bytes; None for the schedule's `HEADROOM`."""
     constants: str = "ours"
     """Whose rule says what memory a run takes; one of `CONSTANTS`."""
     schedule: str = "SlimPipe"
+
+    @property
+    def num_sequences(self) -> int:
+        """Per step. The default never rises with the sequence's length, so that `longest` may bisect."""
+        if self.sequences is not None:
+            return self.sequences
+        return 2 ** (max(1, _BATCH_TOKENS // self.seq_len).bit_length() - 1)
 
     @property
     def limit(self) -> float:
@@ -241,11 +249,16 @@ def _degrees(question: Question, wanted: Wanted) -> Iterator[tuple[int, int, int
 
 
 def _judge_split(question: Question, wanted: Wanted, t: int, p: int, d: int) -> Split:
-    if question.sequences % d:
-        return Split(t, p, d, 0, None, None, f"{question.sequences} sequences per step do not divide among d = {d}")
+    if question.num_sequences % d:
+        nearest = max(1, round(question.num_sequences / d)) * d
+        uneven = (
+            f"{question.num_sequences} sequences per step do not divide among d = {d}; nearest: {nearest} sequences"
+        )
+        return Split(t, p, d, 0, None, None, uneven)
     fitting: list[Judged] = []
     smallest = broken = None
     count = 0
+    recomputes = list(RECOMPUTE) if wanted.recompute is None else [wanted.recompute]
     for n, v, vocab_parallel in product(
         _slices(question, wanted, t, p), _stages(question, wanted, p), _vocabulary(question, wanted)
     ):
@@ -255,7 +268,7 @@ def _judge_split(question: Question, wanted: Wanted, t: int, p: int, d: int) -> 
             data=d,
             num_slices=n,
             stages_per_rank=v,
-            num_microbatches=question.sequences // d,
+            num_microbatches=question.num_sequences // d,
             exchange=question.schedule == "SlimPipe",
             vocab_parallel=vocab_parallel,
             schedule=question.schedule,
@@ -264,14 +277,18 @@ def _judge_split(question: Question, wanted: Wanted, t: int, p: int, d: int) -> 
         if rule is not None:
             broken = broken or rule
             continue
-        for layout in _variants(base, wanted):
-            count += 1
-            judged = Judged(question, layout, *question.parts(layout))
-            if judged.fits:
-                fitting.append(judged)
-                break  # what follows is slower
-            if smallest is None or judged.bytes < smallest.bytes:
-                smallest = judged
+        for exchange in _exchanges(question, wanted):
+            for recompute in recomputes:
+                count += 1
+                layout = replace(base, exchange=exchange, recompute=recompute)
+                judged = Judged(question, layout, *question.parts(layout))
+                if judged.fits:
+                    fitting.append(judged)
+                    break  # recomputing more is slower
+                if smallest is None or judged.bytes < smallest.bytes:
+                    smallest = judged
+            if judged.fits and recompute == recomputes[0]:
+                break  # so is the same without exchange
     best = _fewest_units(fitting)
     return Split(t, p, d, count, best, None if best else smallest, None if count else broken)
 
@@ -285,14 +302,11 @@ def _fewest_units(fitting: list[Judged]) -> Judged | None:
     )
 
 
-def _variants(base: Layout, wanted: Wanted) -> Iterator[Layout]:
-    """From the fastest to the slowest by the lock-step time."""
-    exchanges = [True, False] if base.schedule == "SlimPipe" else [False]
-    for exchange, recompute in product(
-        exchanges if wanted.exchange is None or base.schedule != "SlimPipe" else [wanted.exchange],
-        RECOMPUTE if wanted.recompute is None else [wanted.recompute],
-    ):
-        yield replace(base, exchange=exchange, recompute=recompute)
+def _exchanges(question: Question, wanted: Wanted) -> list[bool]:
+    """The faster one first, by the lock-step time."""
+    if question.schedule != "SlimPipe":
+        return [False]
+    return [True, False] if wanted.exchange is None else [wanted.exchange]
 
 
 def _slices(question: Question, wanted: Wanted, t: int, p: int) -> list[int]:
@@ -310,8 +324,9 @@ def _stages(question: Question, wanted: Wanted, p: int) -> list[int]:
     if question.schedule == "1F1B":
         return [1]
     layers = question.model.num_layers
-    even = [v for v in range(1, min(_MAX_STAGES_PER_RANK, layers // p) + 1) if layers % (p * v) == 0]
-    return even if 1 in even else [1, *even]
+    least = 1 if question.schedule == "SlimPipe" else 2
+    even = [v for v in range(least, min(_MAX_STAGES_PER_RANK, layers // p) + 1) if layers % (p * v) == 0]
+    return even if least in even else [least, *even]
 
 
 def _vocabulary(question: Question, wanted: Wanted) -> list[str]:

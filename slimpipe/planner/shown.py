@@ -41,8 +41,9 @@ class Setting:
     """Forward of output layer and loss for a slice, where a slice takes 1 through all the model's layers."""
     costs: OpCosts | None = None
     """Measured costs, for as many stages as the setting has; if None, ``estimate``'s."""
-    estimate: Callable[[str], OpCosts] | None = None
-    """Estimated costs of a schedule by its name; if None, costs in units of a slice's forward through the model."""
+    estimate: Callable[[str, Setting], OpCosts] | None = None
+    """Estimated costs of a schedule by its name, of whole microbatches for those of torch; if None, costs in units of a
+    slice's forward through the model."""
 
     def stages_per_rank(self, schedule: str) -> int:
         """How many stages each rank has under a schedule: what was asked for, as far as the schedule can have it."""
@@ -71,7 +72,7 @@ class Setting:
         return self.costs is not None or self.estimate is not None
 
     def costs_of(self, schedule: str) -> OpCosts:
-        """Costs for slices on the stages of a schedule."""
+        """Costs on the stages of a schedule, of slices unless ``estimate`` gives those of whole microbatches."""
         num_stages = self.num_ranks * self.stages_per_rank(schedule)
         if self.costs is not None and self.costs.num_stages == num_stages:
             return self.costs
@@ -81,7 +82,7 @@ class Setting:
                 f"--stages-per-rank {max(1, self.costs.num_stages // self.num_ranks)}, or other schedules"
             )
         if self.estimate is not None:
-            return self.estimate(schedule)
+            return self.estimate(schedule, self)
         return OpCosts.units(
             num_stages,
             num_slices=self.num_slices,
@@ -113,7 +114,9 @@ def timeline_of(schedule: str, setting: Setting) -> Timeline:
     order = torch_order(
         schedule, num_ranks=setting.num_ranks, num_stages_per_rank=stages, num_microbatches=setting.num_microbatches
     )
-    return simulate_torch(order, costs.whole(setting.num_slices), title=title)
+    if costs.slice_len == setting.slice_len:
+        costs = costs.whole(setting.num_slices)
+    return simulate_torch(order, costs, title=title)
 
 
 def with_exchange(setting: Setting, exchange: str | None) -> Setting:

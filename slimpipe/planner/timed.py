@@ -11,7 +11,8 @@ from slimpipe.planner.search import Judged
 from slimpipe.planner.simulate import simulate
 from slimpipe.program import Program, build_program
 
-_MICROBATCHES = 2
+_MICROBATCHES = 3
+"""The second may still be unsteady: with n = p and v = 1 it runs into the ramps of the first."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,14 @@ def program_of(judged: Judged, *, num_microbatches: int | None = None) -> Progra
 
 
 def timed(judged: Judged) -> Timed:
-    """Simulates two microbatches; each further one takes as long as the second does."""
+    """Simulates two and three microbatches; each further one takes as long as the third does."""
     q, m = judged.question, judged.layout.num_microbatches
     costs = op_costs(q.model, judged.layout, q.hardware, seq_len=q.seq_len)
     shape = costs.attention_shape
     assert shape is not None
     seconds, computed, sent, held = [], [], [], 0
-    for count in range(1, min(m, _MICROBATCHES) + 1):
+    most = min(m, _MICROBATCHES)
+    for count in range(max(1, most - 1), most + 1):
         program = program_of(judged, num_microbatches=count)
         timeline = simulate(program, costs)
         seconds.append(timeline.seconds)
@@ -74,4 +76,5 @@ def timed(judged: Judged) -> Timed:
 
 
 def _extended(values: list[float], count: int) -> float:
-    return values[-1] + (count - len(values)) * (values[-1] - (values[-2] if len(values) > 1 else 0.0))
+    """For ``count`` microbatches, from the values for the last two counts that are simulated."""
+    return values[-1] + max(0, count - _MICROBATCHES) * (values[-1] - values[0])

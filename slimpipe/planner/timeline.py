@@ -4,9 +4,11 @@ compared and exported from here."""
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -108,8 +110,12 @@ class Timeline:
         """
         try:
             fields = json.loads(text)
-            return cls(**{name: fields[name] for name in _FIELDS}, spans=tuple(map(_read_span, fields["spans"])))
-        except (KeyError, TypeError, ValueError) as error:
+            timeline = cls(**{name: fields[name] for name in _FIELDS}, spans=())
+            for name in _FIELDS[1:]:
+                if not _is_index(fields[name] - 1):
+                    raise ValueError(f"{name} = {fields[name]}: it must be an integer of at least 1")
+            return replace(timeline, spans=tuple(_read_span(span, timeline) for span in fields["spans"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a timeline as slimpipe writes it ({type(error).__name__}: {error})") from error
 
 
@@ -123,9 +129,28 @@ def _span_fields(span: Span) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in nothing or value != nothing[name]}
 
 
-def _read_span(fields: Mapping[str, Any]) -> Span:
+def _is_index(value: object, limit: float = math.inf) -> bool:
+    return type(value) is int and 0 <= value < limit
+
+
+def _read_span(fields: Mapping[str, Any], timeline: Timeline) -> Span:
     unit = fields.get("unit")
     span = Span(**{**fields, "unit": None if unit is None else Unit(*unit)})
     if span.kind not in COMPUTE_KINDS + MESSAGE_KINDS:
         raise ValueError(f"kind {span.kind!r} is none of {', '.join(COMPUTE_KINDS + MESSAGE_KINDS)}")
+    times = span.start, span.end, span.waited
+    if not all(abs(time) <= sys.float_info.max for time in times) or span.end < span.start or span.waited < 0:
+        raise ValueError(f"start, end, waited = {times}: they must be finite, and no time runs backwards")
+    num_stages = timeline.num_ranks * timeline.num_stages_per_rank
+    limits = {"microbatch": math.inf, "stage": num_stages, "slice": timeline.num_slices}
+    numbers = {"rank": (span.rank, timeline.num_ranks), "num_bytes": (span.num_bytes, math.inf)}
+    if span.tick is not None:
+        numbers["tick"] = span.tick, math.inf
+    if span.unit is not None:
+        numbers |= {name: (getattr(span.unit, name), limit) for name, limit in limits.items()}
+    for name, (value, limit) in numbers.items():
+        if not _is_index(value, limit):
+            raise ValueError(
+                f"{name} = {value!r}: it must be an integer from 0" + f" to {limit - 1}" * (limit < math.inf)
+            )
     return span

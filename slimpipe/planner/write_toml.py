@@ -34,7 +34,7 @@ def to_toml(model: ModelShape, layout: Layout, *, seq_len: int, command: str) ->
         "pipeline_parallel_first_stage_less_layers = 0",
         "pipeline_parallel_last_stage_less_layers = 0",
     ]
-    if not is_ours and layout.stages_per_rank > 1:
+    if not is_ours and layout.stages_per_rank > 2:  # 2 is torchtitan's default
         layers = -(-model.num_layers // layout.num_stages)
         parallelism.append(f"pipeline_parallel_layers_per_stage = {layers}")
     sections = {

@@ -247,7 +247,8 @@ class SharedVocabulary:
         if not torch.equal(ends[0], -ends[1]):
             raise ValueError(
                 f"loss_fn shares the vocabulary among ranks {self._head.ranks.members}, which hold pipelines with "
-                "other labels: only pipelines on the same data may share one; nearest legal value: group = the stages' group"
+                "other labels: only pipelines on the same data may share one; nearest legal value: group = the stages' "
+                "group"
             )
 
     def _share(self, mine: list[Tensor], *, source: int) -> list[Tensor]:

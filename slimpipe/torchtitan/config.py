@@ -18,6 +18,7 @@ from torchtitan.trainer import Trainer
 
 from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
+from slimpipe.torchtitan.degrees import broken_degree
 from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES, broken_batch_rule, broken_rules, runs_slimpipe
 
 
@@ -126,7 +127,8 @@ class SlimPipeTrainerConfig(Trainer.Config):
     """Slice-level pipeline parallelism."""
 
     def __post_init__(self) -> None:
-        if error := broken_batch_rule(self):  # torchtitan checks the same, without naming a value that works
+        # torchtitan checks the same, without naming a value that works.
+        if error := broken_degree(self.parallelism) or broken_batch_rule(self):
             raise ValueError(error)
         # A class with slots is another object than the one that super() would look for.
         Trainer.Config.__post_init__(self)

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+)
+
+
+def broken_degree(parallelism: Any) -> str | None:
+    """Why a degree cannot be one, whatever the others are; None where all can. FSDP's may be -1: what is left."""
+    for name in _DEGREES:
+        degree = getattr(parallelism, name)
+        if degree < 1 and (name, degree) != ("data_parallel_shard_degree", -1):
+            return f"parallelism.{name} = {degree}: it must be at least 1; nearest legal value: 1"
+    return None
+
 
 def product_of_degrees(parallelism: Any) -> int:
     """Ranks that the degrees ask for; the least, where one of them takes what the others leave."""

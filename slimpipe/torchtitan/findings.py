@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slimpipe.attention.kernels.choose import choose_kernel, refusals
+from slimpipe.planner.shown import with_exchange
 from slimpipe.program import ProgramError
 from slimpipe.program import check as prove
 from slimpipe.torchtitan.config import ConfigError, SlimPipeTrainerConfig
@@ -144,13 +145,21 @@ def _look_at_files(findings: Findings, config: SlimPipeTrainerConfig) -> None:
 
 def _look_at_program(findings: Findings, config: SlimPipeTrainerConfig) -> None:
     setting = setting_of_config(config)
-    program = setting.program(config.parallelism.pipeline_parallel_schedule)
+    schedule = config.parallelism.pipeline_parallel_schedule
+    program = setting.program(schedule)
     findings.program = (
         f"{program.num_ranks} ranks x {program.num_stages_per_rank} stages, {program.num_microbatches} microbatches x "
         f"{program.num_slices} slices of {program.slice_len} tokens: "
-        f"{sum(map(len, program.instructions))} instructions, proven"
+        f"{sum(map(len, program.instructions))} instructions"
     )
+    programs = [program]
+    if setting.options.context_exchange == "auto" and setting.exchange_costs is None:
+        findings.program += " without exchange (auto: decided in the run)"
+        programs.append(with_exchange(setting, "on").program(schedule))
     try:
-        prove(program)
+        for each in programs:
+            prove(each)
     except ProgramError as error:
         findings.errors.append(f"the program is not sound: {error}")
+        return
+    findings.program += ", proven" + ", and proven with exchange" * (len(programs) > 1)

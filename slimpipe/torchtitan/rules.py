@@ -22,6 +22,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.trainer import Trainer
 
 from slimpipe.torchtitan.cpu import use_cpu
+from slimpipe.torchtitan.torch_schedules import torch_schedule_rules
 from slimpipe.vocabulary import shard_rows
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def broken_rules(config: SlimPipeTrainerConfig) -> list[str]:
     errors = [*_model_rules(config), *_parallelism_rules(config)]
     if runs_slimpipe(config):
         errors += _schedule_rules(config)
+    elif config.parallelism.pipeline_parallel_degree > 1 and config.model_spec is not None:
+        errors += torch_schedule_rules(config)
     if config.slimpipe.vocab_parallel != "none":
         errors += _vocabulary_rules(config)
     return errors

@@ -10,6 +10,7 @@ from slimpipe.planner.layout import SCHEDULES, Layout
 from slimpipe.planner.models import ModelShape
 from slimpipe.torchtitan.config import SlimPipeTrainerConfig
 from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES
+from slimpipe.torchtitan.torch_schedules import num_torch_stages, torch_schedule_rules
 
 
 def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
@@ -48,27 +49,45 @@ def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
     )
 
 
-def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout | None:
-    """The layout that the configuration has itself; None without a pipeline or with a schedule that plan does not
-    know, or where degrees do not divide the GPUs."""
+def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout:
+    """The layout that the configuration has itself.
+
+    Raises:
+        ValueError: It is none that plan can judge.
+    """
     parallelism, section = config.parallelism, config.slimpipe
-    name, t, p = (
+    name, t, p, c, size = (
         parallelism.pipeline_parallel_schedule,
         parallelism.tensor_parallel_degree,
         parallelism.pipeline_parallel_degree,
+        parallelism.context_parallel_degree,
+        parallelism.pipeline_parallel_microbatch_size,
     )
     is_ours = name in SLIMPIPE_SCHEDULES
-    if p == 1 or num_gpus % (t * p) or not (is_ours or name in SCHEDULES):
-        return None
+    if not (is_ours or name in SCHEDULES):
+        raise ValueError(f"parallelism.pipeline_parallel_schedule = {name!r}: plan knows {', '.join(SCHEDULES)}")
+    if min(t, p, c) < 1 or num_gpus % (t * p * c):
+        raise ValueError(f"t p c = {t} x {p} x {c} by its degrees: this does not divide {num_gpus} GPUs")
+    if size != 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size}: plan knows only one sequence each; nearest: 1"
+        )
+    if is_ours:
+        v = section.num_stages_per_rank(name)
+    else:
+        for rule in torch_schedule_rules(config):
+            raise ValueError(rule)
+        v = num_torch_stages(config) // p
     mode = config.activation_checkpoint
     recompute = "none" if mode is None else {"FullAC": "full"}.get(type(mode).__qualname__.split(".")[0], "selective")
     return Layout(
         tensor=t,
         pipeline=p,
-        data=num_gpus // (t * p),
+        context=c,
+        data=num_gpus // (t * p * c),
         num_slices=section.num_slices if is_ours else 1,
-        stages_per_rank=section.num_stages_per_rank(name) if is_ours else (1 if name == "1F1B" else 2),
-        num_microbatches=config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
+        stages_per_rank=v,
+        num_microbatches=config.training.local_batch_size,
         recompute=recompute,
         exchange=is_ours and section.context_exchange != "off",
         vocab_parallel=section.vocab_parallel if is_ours else "none",

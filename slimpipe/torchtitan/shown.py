@@ -18,6 +18,7 @@ from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import product_of_degrees
 from slimpipe.torchtitan.shape import shape_of
 from slimpipe.torchtitan.toml import load_toml
+from slimpipe.torchtitan.torch_schedules import num_torch_stages
 
 
 def setting_of(path: str, overrides: Sequence[str], *, hardware: Hardware | None) -> tuple[str, Setting]:
@@ -42,10 +43,12 @@ def setting_of_config(config: SlimPipeTrainerConfig) -> Setting:
     """The setting of a configuration that can run, with costs in units."""
     parallelism, section = config.parallelism, config.slimpipe
     schedule, seq_len = parallelism.pipeline_parallel_schedule, config.training.seq_len
+    num_ranks, ours = parallelism.pipeline_parallel_degree, schedule in SLIMPIPE_SCHEDULES
+    stages_per_rank = section.num_stages_per_rank(schedule) if ours else num_torch_stages(config) // num_ranks
     setting = Setting(
-        num_ranks=parallelism.pipeline_parallel_degree,
+        num_ranks=num_ranks,
         num_slices=section.num_slices,
-        num_stages_per_rank=section.num_stages_per_rank(schedule) if schedule in SLIMPIPE_SCHEDULES else None,
+        num_stages_per_rank=stages_per_rank if ours or stages_per_rank > 1 else None,
         num_microbatches=config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size,
         slice_len=max(1, seq_len // section.num_slices),
         options=section.options(),
@@ -118,19 +121,24 @@ def _on(hardware: Hardware, setting: Setting, config: SlimPipeTrainerConfig) -> 
     return replace(
         setting,
         exchange_costs=setting.exchange_costs or costs,
-        estimate=functools.partial(_estimate, model=model, layout=layout, hardware=hardware, setting=setting),
+        estimate=functools.partial(
+            _estimate, model=model, layout=layout, hardware=hardware, seq_len=config.training.seq_len
+        ),
     )
 
 
-def _estimate(schedule: str, *, model: ModelShape, layout: Layout, hardware: Hardware, setting: Setting) -> OpCosts:
+def _estimate(
+    schedule: str, setting: Setting, *, model: ModelShape, layout: Layout, hardware: Hardware, seq_len: int
+) -> OpCosts:
     ours = schedule in SLIMPIPE_SCHEDULES
     cut = replace(
         layout,
+        num_slices=setting.num_slices if ours else 1,
         stages_per_rank=setting.stages_per_rank(schedule),
         vocab_parallel=setting.vocab_parallel if ours else "none",
         schedule="SlimPipe" if ours else schedule,
     )
-    return op_costs(model, cut, hardware, seq_len=setting.slice_len * setting.num_slices)
+    return op_costs(model, cut, hardware, seq_len=seq_len)
 
 
 def _model(config: SlimPipeTrainerConfig) -> ModelShape | None:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from slimpipe import cli
+from slimpipe.program import ProgramError
 from tests.unit.test_cli import CONFIG
 
 pytest.importorskip("torchtitan")
@@ -23,7 +24,8 @@ def test_a_configuration_that_can_run(config_file, capsys):
     assert cli.main(["check", config_file]) == 0
     printed = capsys.readouterr().out
     assert "SlimPipe on 2 pipeline ranks, 4 ranks in all" in printed
-    assert "2 ranks x 1 stages, 2 microbatches x 4 slices of 16 tokens" in printed and "proven" in printed
+    assert "2 ranks x 1 stages, 2 microbatches x 4 slices of 16 tokens" in printed
+    assert "instructions without exchange (auto: decided in the run), proven, and proven with exchange" in printed
     assert printed.endswith("config.toml: this run can start\n")
     assert os.listdir() == ["config.toml"]
 
@@ -46,6 +48,10 @@ def test_as_json(config_file, capsys):
             ["seq_len = 66", "context_parallel"],
         ),
         (["--slimpipe.num_slice", "4"], ['did you mean "num_slices"?']),
+        (
+            ["--parallelism.tensor_parallel_degree", "0"],
+            ["parallelism.tensor_parallel_degree = 0: it must be at least"],
+        ),
         (["--slimpipe.kernel", "flash_attn"], ["slimpipe.kernel = 'flash_attn'"]),
     ],
 )
@@ -58,6 +64,18 @@ def test_every_broken_rule_is_told_at_once(config_file, capsys, overrides, said,
         assert any(text in error for error in found["errors"]), found["errors"]
     assert cli.main(["check", config_file, *overrides]) == 2
     assert "this run cannot start" in capsys.readouterr().out
+
+
+def test_a_program_that_is_not_sound_is_not_proven(config_file, capsys, monkeypatch):
+    def refuse(program):
+        if program.transfers:
+            raise ProgramError("two wait for each other")
+
+    monkeypatch.setattr("slimpipe.torchtitan.findings.prove", refuse)
+    assert cli.main(["check", config_file, "--json", "--training.seq_len", "4096"]) == 2  # slices worth an exchange
+    found = json.loads(capsys.readouterr().out)
+    assert found["errors"] == ["the program is not sound: two wait for each other"]
+    assert "proven" not in found["program"]
 
 
 def test_what_lies_elsewhere_is_a_warning(config_file, capsys):

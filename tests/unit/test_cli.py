@@ -71,6 +71,7 @@ def test_help_lists_what_exists(capsys):
     "argv",
     [
         *([], ["trian"], ["train"], ["train", "a.toml", "--nproc", "0"]),
+        ["train", "a.toml", "--nproc", "9" * 400],
         *(["measure-links", "--rank", "3"], ["measure-links", "--heads", "0"], ["measure-links", "--kernel", "flash"]),
     ],
 )

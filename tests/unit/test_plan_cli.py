@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -95,6 +96,17 @@ def test_a_model_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         ([*EIGHT_B, "--pipeline", "8", "--num-slices", "5"], ["n = 5", "nearest: 8"]),
         (["--model", "llama-13b", *EIGHT_B[2:], "--write", "x.toml"], ["--write", "llama-13b"]),
         (["--model", "llama3-1b", *EIGHT_B[2:]], ["share one weight"]),
+        ([*EIGHT_B, "--pipeline", "1"], ["p = 1", "nearest: 2"]),
+        ([*EIGHT_B[:4], "--gpus", "1"], ["--gpus 1", "nearest legal value: 2"]),
+        ([*EIGHT_B, "--write", ""], ["--write ''"]),
+        ([*EIGHT_B, "--write", "tests"], ["--write 'tests'", "does not exist yet"]),
+        ([*EIGHT_B, "--vocab", "7"], ["--model, --vocab"]),
+        ([*EIGHT_B, "--schedule", "1F1B", "--num-slices", "8"], ["--num-slices 8", "1F1B", "value: 1"]),
+        ([*EIGHT_B, "--schedule", "1F1B", "--exchange", "on"], ["--exchange on", "value: off"]),
+        ([*EIGHT_B, "--schedule", "1F1B", "--vocab-parallel", "both"], ["--vocab-parallel both", "value: none"]),
+        ([*EIGHT_B, "--longest"], ["--seq-len", "--longest"]),
+        ([*EIGHT_B[:2], *EIGHT_B[4:], "--longest", "--top", "2"], ["--top", "--longest"]),
+        ([*EIGHT_B[:2], "--gpus", "1024", "--seq-len", "1000000000000"], ["d = 4", "nearest: 4 sequences"]),
     ],
 )
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
@@ -105,11 +117,33 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_wrong_flags_say_how(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, value, word in (("--gpu-memory", "80Gi", "80GiB"), ("--headroom", "-1", "at least 0")):
+    for flag, value, word in (
+        ("--gpu-memory", "80Gi", "80GiB"),
+        ("--gpu-memory", "9" * 400 + "TiB", "1024TiB"),
+        ("--headroom", "-1", "at least 0"),
+        ("--simulate", "-1", "at least 0"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["plan", *EIGHT_B, flag, value])
         assert stopped.value.code == 2
         assert word in capsys.readouterr().err
+
+
+def test_rows_are_in_order_of_the_step_time_they_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of layouts without exchange a simulated step is shorter than the closed form's."""
+    reordered = False
+    for simulate in ("0", "1", "2", "3"):
+        rows = report(capsys, *EIGHT_B, "--exchange", "off", "--simulate", simulate)["layouts"]
+        times = [row["step_seconds"] for row in rows]
+        assert times == sorted(times)
+        closed = [row["lock_step_seconds"] for row in rows]
+        reordered |= closed != sorted(closed)
+    assert reordered
+
+
+def test_steps_of_small_models_have_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "--model", "llama3-debugmodel", "--seq-len", "4096", "--gpus", "4", "--sequences", "4")
+    assert re.search(r"%  0\.00\d+~?  ", out)
 
 
 def test_it_answers_without_torch() -> None:

@@ -1,6 +1,8 @@
 """`slimpipe show`: what it prints and writes, and one line where it cannot."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from slimpipe import cli
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.shown import Setting, timeline_of
 
+ROOT = Path(cli.__file__).parents[1]
 SMALL = ["show", "--ranks", "2", "--slices", "4"]
 
 
@@ -88,6 +91,8 @@ def test_measured_costs_are_in_seconds(capsys, tmp_path):
         ([*SMALL, "--schedule", "1F1B", "--exchange", "on"], "--exchange: schedules of torch have no such thing"),
         ([*SMALL, "--run", "no.json"], "no.json: cannot read the file"),
         ([*SMALL, "--svg", "a.xyz"], "a.xyz: Format 'xyz' is not supported"),
+        ([*SMALL, "--trace", "no/a.json"], "no/a.json: there is no folder no"),
+        ([*SMALL, "--svg", "."], ".: it is a folder"),
         ([*SMALL, "--gpu", "h100"], "--gpu: the model is not known; give a CONFIG.toml"),
         (["show", "a.toml", "--ranks", "2"], "--ranks: the file says so already"),
     ],
@@ -118,10 +123,29 @@ def test_a_run_that_does_not_fit_is_refused(capsys, run_file, tmp_path):
     assert "not a timeline" in capsys.readouterr().err
 
 
+def test_without_torchtitan_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["show", "a.toml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'slimpipe[torchtitan]'" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_output_that_nobody_takes():
+    command = [sys.executable, "-m", "slimpipe", *SMALL]
+    reader, closed = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        for file, code, said in ((closed, 0, b""), (full, 2, b"slimpipe: output: No space left on device\n")):
+            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (code, said)
+    os.close(closed)
+
+
 def test_our_schedules_need_no_torch():
     """Loading it takes seconds."""
     code = "import sys; from slimpipe import cli; cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *SMALL], cwd=Path(cli.__file__).parents[1], capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code, *SMALL], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -158,9 +182,28 @@ def test_a_configuration(capsys, tmp_path):
     ours, one_f_one_b = json.loads(capsys.readouterr().out)["timelines"]
     assert "exchange as its costs say" in ours["title"]
     assert 0 < one_f_one_b["seconds"] < 0.1
+    assert cli.main(["show", str(file), "--json", *both, "--vocab-parallel", "output"]) == 0
+    shared, same = json.loads(capsys.readouterr().out)["timelines"]
+    assert same == one_f_one_b
+    work, shared_work = (sum(rank["compute_seconds"] for rank in of["ranks"]) for of in (ours, shared))
+    assert shared_work == pytest.approx(work)  # the output layer moves; it is not free
     assert cli.main(["show", str(file), "--gpu", "h300"]) == 2
     assert 'no GPU "h300"' in capsys.readouterr().err
     assert cli.main(["show", str(file), "--slimpipe.num_slices", "5"]) == 2
     assert "nearest legal value: 65" in capsys.readouterr().err
     assert cli.main(["show", str(file), "--parallelism.pipeline_parallel_degree", "1"]) == 2
     assert "there is no pipeline" in capsys.readouterr().err
+
+
+def test_a_schedule_of_torch_has_the_stages_and_costs_of_the_run(capsys, tmp_path):
+    pytest.importorskip("torchtitan")
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG)
+    keys = ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B", "--training.local_batch_size", "4"]
+    keys += ["--parallelism.pipeline_parallel_layers_per_stage", "1", "--activation_checkpoint.mode", "full"]
+    found = []
+    for num_slices in ("1", "4"):
+        assert cli.main(["show", str(file), "--gpu=h100", "--json", *keys, "--slimpipe.num_slices", num_slices]) == 0
+        found.append(json.loads(capsys.readouterr().out)["timelines"][0])
+    assert found[0]["title"].startswith("Interleaved1F1B, 2 ranks x 4 stages")  # of 6 layers, and 2 weigh as much
+    assert found[0] == found[1]  # it cuts no slices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -17,6 +18,7 @@ from slimpipe.planner.model_cost import mfu, op_costs
 from slimpipe.planner.models import MODELS, ModelShape
 from slimpipe.planner.search import GIB, Judged, Question, Wanted, longest, nearest_fitting, search
 from slimpipe.planner.simulate import simulate
+from slimpipe.planner.simulate_torch import simulate_torch, torch_order
 from slimpipe.planner.timed import program_of, timed
 from slimpipe.program import check
 
@@ -37,11 +39,12 @@ def test_longest_sequences_of_the_paper() -> None:
     assert longest(torch_s, Wanted(tensor=8, pipeline=8, recompute="none"), step=4096)[0] == 124 * 1024
 
 
-def test_best_of_each_split_is_the_best_of_all_its_layouts() -> None:
+@pytest.mark.parametrize("memory", [60, 70])
+def test_best_of_each_split_is_the_best_of_all_its_layouts(memory: int) -> None:
     """Pruning loses nothing: every layout of a split, judged one by one."""
-    asked = question(seq_len=65536, num_gpus=16, memory=60 * GIB)
+    asked = question(seq_len=65536, num_gpus=16, memory=memory * GIB)
     splits = search(asked)
-    assert any(split.best for split in splits) and any(split.smallest for split in splits)
+    assert any(split.best for split in splits) and (memory > 60 or any(split.smallest for split in splits))
     for split in splits:
         every = [
             Judged(asked, layout, *asked.parts(layout))
@@ -67,7 +70,7 @@ def grid(asked: Question, t: int, p: int, d: int) -> list[Layout]:
             data=d,
             num_slices=n,
             stages_per_rank=v,
-            num_microbatches=asked.sequences // d,
+            num_microbatches=asked.num_sequences // d,
             recompute=recompute,
             exchange=exchange,
             vocab_parallel=vocab_parallel,
@@ -75,7 +78,7 @@ def grid(asked: Question, t: int, p: int, d: int) -> list[Layout]:
         for n, v, recompute, exchange, vocab_parallel in product(
             slices, stages, RECOMPUTE, (True, False), ("none", "output", "both")
         )
-        if asked.sequences % d == 0
+        if asked.num_sequences % d == 0
     ]
 
 
@@ -130,12 +133,13 @@ def questions(draw: st.DrawFn) -> tuple[Question, Wanted]:
         memory=draw(st.sampled_from([16, 64])) * 2**20,
         sequences=draw(st.sampled_from([1, 2, 4, 6])),
         headroom=0.0,
+        schedule=draw(st.sampled_from(["SlimPipe", "SlimPipe", "1F1B", "Interleaved1F1B"])),
     )
     wanted = Wanted(
         num_slices=draw(st.sampled_from([None, 4, 5, 6, 8, 12, 24])),
         stages_per_rank=draw(st.sampled_from([None, 1, 2, 3])),
         recompute=draw(st.sampled_from([None, "full"])),
-        exchange=draw(st.sampled_from([None, True])),
+        exchange=draw(st.sampled_from([None, True, False])),
         vocab_parallel=draw(st.sampled_from([None, "none", "output", "both"])),
     )
     return asked, wanted
@@ -151,10 +155,19 @@ def test_what_is_offered_runs(question_: tuple[Question, Wanted]) -> None:
             continue
         layout = split.best.layout
         assert broken_rule(layout, asked.model, seq_len=asked.seq_len) is None
-        assert layout.num_gpus == asked.num_gpus and layout.num_microbatches * layout.data == asked.sequences
+        assert layout.num_gpus == asked.num_gpus and layout.num_microbatches * layout.data == asked.num_sequences
+        costs = op_costs(asked.model, layout, asked.hardware, seq_len=asked.seq_len)
+        if layout.schedule != "SlimPipe":
+            order = torch_order(
+                layout.schedule,
+                num_ranks=layout.pipeline,
+                num_stages_per_rank=layout.stages_per_rank,
+                num_microbatches=layout.num_microbatches,
+            )
+            assert simulate_torch(order, costs).seconds > 0
+            continue
         program = program_of(split.best, num_microbatches=min(3, layout.num_microbatches))
         check(program)
-        costs = op_costs(asked.model, layout, asked.hardware, seq_len=asked.seq_len)
         assert simulate(program, costs).seconds > 0
 
 
@@ -170,7 +183,41 @@ def test_lock_step_is_near_the_simulator(exchange: bool) -> None:
     assert (simulated.exchange_bytes > 0) == exchange
     four = simulate(program_of(judged), op_costs(asked.model, layout, asked.hardware, seq_len=asked.seq_len))
     data_parallel = judged.seconds - judged.pipeline_seconds
-    assert simulated.seconds == pytest.approx(four.seconds + data_parallel, rel=0.02)  # from two microbatches
+    assert simulated.seconds == pytest.approx(four.seconds + data_parallel, rel=0.02)  # from three microbatches
+
+
+def test_simulated_step_is_that_of_all_its_microbatches() -> None:
+    """n = p, v = 1: the second microbatch is not yet steady."""
+    asked = question("llama3-70b", 262144, 64, sequences=8)
+    layout = Layout(tensor=8, pipeline=8, data=1, num_slices=8, num_microbatches=8, exchange=False)
+    judged = Judged(asked, layout, *asked.parts(layout))
+    whole = simulate(program_of(judged), op_costs(asked.model, layout, asked.hardware, seq_len=asked.seq_len))
+    assert timed(judged).seconds == pytest.approx(whole.seconds, rel=0.01)
+
+
+def test_longest_asks_for_as_many_sequences_as_plan_does() -> None:
+    asked = question(sequences=None)
+    seq_len, best = longest(asked, Wanted(), step=4096)
+    assert best is not None and best.question.num_sequences == replace(asked, seq_len=seq_len).num_sequences < 32
+    assert search(replace(asked, seq_len=seq_len))[0].best == best
+    assert [replace(asked, seq_len=s).num_sequences for s in (4096, 614400, 2**23)] == [1024, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pipeline": 1}, "p = 1: .*nearest: 2"),
+        ({"tensor": 6}, "t = 6: .*nearest: 4"),
+        ({"schedule": "1F1B", "num_microbatches": 3}, "m = 3: .*nearest: 4"),
+        ({"schedule": "Interleaved1F1B", "num_microbatches": 4, "stages_per_rank": 3}, "v = 3: .*nearest: 2"),
+    ],
+)
+def test_broken_rules(change: dict[str, object], words: str) -> None:
+    layout = Layout(tensor=1, pipeline=4, data=1, num_slices=8)
+    if "schedule" in change:
+        layout = replace(layout, num_slices=1, exchange=False)
+    rule = broken_rule(replace(layout, **change), MODELS["llama3-8b"], seq_len=49152)
+    assert rule is not None and re.match(words, rule)
 
 
 def test_mfu_of_a_step_without_loss_is_one() -> None:

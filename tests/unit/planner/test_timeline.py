@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from slimpipe.planner.costs import Link, OpCosts
@@ -44,6 +46,13 @@ def test_file() -> None:
         (TIMELINE.to_json().replace('"V"', '"X"'), "kind 'X' is none of F, B"),
         (TIMELINE.to_json().replace('"start"', '"begin"'), "not a timeline .*begin"),
         ("[]", "not a timeline"),
+        ('{"title": "", "num_ranks": 1, "num_slices": 1, "num_stages_per_rank": 1, "spans": [1]}', "not a timeline"),
+        (TIMELINE.to_json().replace('"num_slices": 1', '"num_slices": 0'), "num_slices = 0"),
+        (TIMELINE.to_json().replace('"end": 4.0', '"end": "x"'), "not a timeline"),
+        (TIMELINE.to_json().replace('"end": 4.0', '"end": NaN'), "start, end, waited = "),
+        (TIMELINE.to_json().replace('"end": 4.0', '"end": 0.0'), "no time runs backwards"),
+        (TIMELINE.to_json().replace('"rank": 1', '"rank": 2'), "rank = 2: it must be an integer from 0 to 1"),
+        (TIMELINE.to_json().replace("[0, 1, 0]", "[0, 2, 0]"), "stage = 2: it must be an integer from 0 to 1"),
     ],
 )
 def test_other_files(text: str, message: str) -> None:
@@ -97,7 +106,15 @@ def test_costs_for_a_look() -> None:
 def test_costs_file() -> None:
     assert OpCosts.from_json(COSTS.to_json()) == COSTS
     assert OpCosts.from_json(OpCosts.units(2).to_json()) == OpCosts.units(2)
-    for text in ("{", "[]", "{}", '{"slice": 3}'):
+    assert "Infinity" not in OpCosts.units(2).to_json()
+    shape = '"attention_shape": {\n    "batch": 1'
+    assert shape in COSTS.to_json()
+    wrong = [COSTS.to_json().replace(shape, shape.replace("1", '"q"'))]
+    wrong += [COSTS.to_json().replace('"bandwidth": 2.0', f'"bandwidth": {value}') for value in ("0", "NaN", '"q"')]
+    wrong += [
+        COSTS.to_json().replace('"head_forward": 3.0', f'"head_forward": {value}') for value in ("null", "[1, 2]")
+    ]
+    for text in ("{", "[]", "{}", '{"slice": 3}', *wrong):
         with pytest.raises(ValueError, match="not a table of costs"):
             OpCosts.from_json(text)
 
@@ -107,10 +124,13 @@ def test_costs_file() -> None:
     [
         ({"linear_backward": (1.0,)}, "linear_backward has 1 entries: it must have one for each of the 2 stages"),
         ({"layers": (1, 2, 3)}, "layers has 3 entries"),
+        ({"slice_len": "q"}, "slice_len = q"),
+        ({"slice_len": 0}, "slice_len = 0: it must be an integer of at least 1"),
+        ({"linear_forward": (1.0, float("inf"))}, "linear_forward = .* and finite"),
         ({"embed": -1.0}, "embed = -1.0: costs must be at least 0"),
         ({"attention_forward": (0.0, float("nan"))}, "attention_forward = .*: costs must be at least 0"),
     ],
 )
 def test_costs_that_are_none(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OpCosts.units(2, **change)
+        replace(OpCosts.units(2), **change)

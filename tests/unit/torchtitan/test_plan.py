@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -61,9 +62,8 @@ def test_what_plan_offers_no_rule_refuses(tmp_path: Path) -> None:
     assert offered > 10
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_schedule_of_torch(tmp_path: Path, schedule: str) -> None:
-    v = 1 if schedule == "1F1B" else 2
+@pytest.mark.parametrize(("schedule", "v"), [("1F1B", 1), *(("Interleaved1F1B", v) for v in (2, 4, 8))])
+def test_a_schedule_of_torch(tmp_path: Path, schedule: str, v: int) -> None:
     layout = Layout(
         tensor=2,
         pipeline=4,
@@ -78,6 +78,62 @@ def test_a_schedule_of_torch(tmp_path: Path, schedule: str) -> None:
     config = written(tmp_path, "llama3-8b", layout, 8192)
     assert broken_rules(config) == []
     assert layout_of(config, num_gpus=16) == layout
+
+
+@pytest.mark.parametrize(("schedule", "v", "m"), [("1F1B", 1, 3), ("Interleaved1F1B", 3, 4), ("Interleaved1F1B", 2, 9)])
+def test_what_torch_refuses_plan_and_rules_refuse(tmp_path: Path, schedule: str, v: int, m: int) -> None:
+    layout = Layout(
+        tensor=2, pipeline=4, data=2, stages_per_rank=v, num_microbatches=m, exchange=False, schedule=schedule
+    )
+    assert broken_rule(layout, MODELS["llama3-8b"], seq_len=8192)
+    config = written(tmp_path, "llama3-8b", layout, 8192)
+    (error,) = broken_rules(config)
+    assert "nearest legal value" in error
+    name, _, nearest = re.split(r" = |legal value: ", error)[0], *re.split(r"legal value: ", error)
+    section, field = name.split(".")
+    setattr(getattr(config, section), field, int(nearest))
+    assert broken_rules(config) == []
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_rules_of_torch_s_schedules(tmp_path: Path, schedule: str) -> None:
+    config = written(tmp_path, "llama3-8b", Layout(tensor=1, pipeline=4, data=1, num_microbatches=8), 8192)
+    config.parallelism.pipeline_parallel_schedule = schedule
+    assert broken_rules(config) == []
+    config.parallelism.pipeline_parallel_layers_per_stage = 3
+    (error,) = broken_rules(config)
+    nearest = {"GPipe": 8, "ZBVZeroBubble": 4, "DualPipeV": 4}.get(schedule, 2)
+    assert error.endswith(f"nearest legal value: {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pipeline_parallel_microbatch_size": 2}, "pipeline_parallel_microbatch_size = 2"),
+        ({"context_parallel_degree": 2}, "c = 2"),
+        ({"pipeline_parallel_degree": 1}, "p = 1"),
+        ({"pipeline_parallel_degree": 3}, "t p c = "),
+        ({"pipeline_parallel_schedule": "GPipe"}, "plan knows"),
+    ],
+)
+def test_a_file_without_a_row_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], words: str
+) -> None:
+    layout = Layout(tensor=2, pipeline=4, data=2, num_slices=8, num_microbatches=8)
+    path = tmp_path / "run.toml"
+    settings = {"context_parallel_degree": 1, "pipeline_parallel_microbatch_size": 1} | change
+    lines = to_toml(MODELS["llama3-8b"], layout, seq_len=65536, command="slimpipe plan").splitlines()
+    lines = [line for line in lines if line.split(" = ")[0] not in settings]
+    lines.insert(
+        lines.index("[parallelism]") + 1, "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    )
+    path.write_text("\n".join(lines))
+    arguments = ["plan", "--toml", str(path), "--gpus", "16", "--gpu", "h200", "--simulate", "0"]
+    assert cli.main(arguments) == 0
+    assert re.search(f"the file's own layout .*{re.escape(words)}", capsys.readouterr().out)
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert words in found["own_layout_breaks"] and "own_layout" not in found
 
 
 @pytest.mark.parametrize(
@@ -137,7 +193,10 @@ def test_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert broken_rules(config) == []
     assert layout_of(config, num_gpus=64) == Layout(**best)
     assert config.training.seq_len == 131072
-    assert "slimpipe plan --model llama3-8b" in path.read_text()
+    text = path.read_text()
+    assert "slimpipe plan --model llama3-8b" in text
+    assert cli.main(["plan", *arguments, "--write", str(path)]) == 2
+    assert "does not exist yet" in capsys.readouterr().err and path.read_text() == text
 
 
 def test_memory_of_a_layout_counts_what_a_gpu_has() -> None:
