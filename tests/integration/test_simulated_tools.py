@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.simulate import simulate
 from slimpipe.program import build_program
-from tests.integration.test_tools import figures, run_tool
+from tests.integration.test_tools import figures
 
 TINY = ["--num-layers=4", "--dim=32", "--num-heads=4", "--num-kv-heads=2", "--vocab=64", "--seq-len=128", "--rounds=1"]
 
@@ -37,14 +39,17 @@ def test_steps_are_simulated_and_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("name", "args", "message"),
     [
-        (["bench_simulated.py", "--num-layers=6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
-        (["bench_simulated.py", "--cases", "1F1B m=1"], "invalid choice: '1F1B m=1'"),
-        (["measure_ops.py", "--num-slices", "1", "--num-stages-per-rank=2"], "--num-slices 1: whole microbatches are"),
+        ("bench_simulated", ["--num-layers=6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
+        ("bench_simulated", ["--cases", "1F1B m=1"], "invalid choice: '1F1B m=1'"),
+        ("measure_ops", ["--num-slices", "1", "--num-stages-per-rank=2"], "--num-slices 1: whole microbatches are"),
     ],
 )
-def test_wrong_arguments(args: list[str], message: str) -> None:
-    result = run_tool(*args)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_wrong_arguments(
+    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture, name: str, args: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        tool(name).main(args)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

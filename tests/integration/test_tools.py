@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -31,12 +30,6 @@ def figures(name: str, *args: str) -> dict:
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -111,6 +104,17 @@ def test_exchange() -> None:
         on = row["exchange"]["on"]
         assert on["sent_bytes"] > 0 and on["waited_seconds"] > 0
         assert 1 <= on["load_max_over_mean"] < off["load_max_over_mean"]
+
+
+def test_logits_of_a_shared_vocabulary_are_not_kept() -> None:
+    sizes = ["--num-ranks=2", "--num-layers=2", "--dim=32", "--num-heads=4", "--num-kv-heads=2", "--vocab=1000"]
+    found = figures("bench_vocabulary.py", *sizes, "--seq-len=128", "--num-slices=2")["schedules"]
+    alone, *shared = found.values()
+    assert alone["peak_bytes_between_units"] >= 128 * 1000 * 4  # log-probabilities of every token
+    assert len(shared) == 2
+    for figure in shared:
+        assert 64 * 500 * 4 <= figure["peak_bytes"] <= figure["bound"]
+        assert figure["peak_bytes_between_units"] == 0
 
 
 def test_what_the_exchange_plans(tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture) -> None:
