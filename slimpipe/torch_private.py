@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _ComputationType
@@ -85,7 +85,10 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change a process group's timeout."""
-    _set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def is_replicated(module: nn.Module) -> bool:
