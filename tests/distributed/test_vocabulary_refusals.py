@@ -22,6 +22,7 @@ from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 from tests.distributed.failures import ended
 from tests.distributed.parity import TOLERANCE, Case, expected_gradient, make_batch, make_schedule, unsliced
 from tests.distributed.test_memory import lonely_stage
+from tests.harness import run_ranks
 from tests.model import Decoder, relative_error, sum_loss
 
 VOCAB = 9
@@ -133,8 +134,8 @@ def refused_steps() -> list[dict]:
     return outcomes
 
 
-def test_steps_are_refused_on_every_rank(rank_pool) -> None:
-    for rank, outcomes in enumerate(rank_pool(2).run(refused_steps, timeout=120)):
+def test_steps_are_refused_on_every_rank() -> None:
+    for rank, outcomes in enumerate(run_ranks(refused_steps, 2, timeout=120)):
         for (name, (_, pattern)), said in zip(STEPS.items(), outcomes, strict=True):
             assert said["kind"] in ("ValueError", "TypeError"), f"{name} on rank {rank}: {said}"
             assert re.search(pattern, said["text"]), f"{name} on rank {rank}: {said}"
@@ -260,8 +261,8 @@ def refused_modules() -> list[dict]:
     return outcomes
 
 
-def test_modules_are_refused_on_every_rank(rank_pool) -> None:
-    for rank, outcomes in enumerate(rank_pool(2).run(refused_modules, timeout=120)):
+def test_modules_are_refused_on_every_rank() -> None:
+    for rank, outcomes in enumerate(run_ranks(refused_modules, 2, timeout=120)):
         for (name, (_, pattern)), said in zip(MODULES.items(), outcomes, strict=True):
             assert said["kind"] in ("ValueError", "TypeError"), f"{name} on rank {rank}: {said}"
             assert re.search(pattern, said["text"]), f"{name} on rank {rank}: {said}"

@@ -41,6 +41,7 @@ from tests.distributed.parity import (
     unsliced,
 )
 from tests.distributed.test_memory import leftovers, no_garbage_collection
+from tests.harness import run_ranks
 from tests.model import Decoder, DenseAttention, relative_error, stage_layers, sum_loss
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------------
@@ -109,10 +110,8 @@ def fsdp(v: int, m: int, vocab: int, vocab_parallel: str, reshard: bool) -> list
 @pytest.mark.parametrize(
     ("v", "m", "vocab", "vocab_parallel", "reshard"), [(1, 1, 9, "output", True), (2, 2, 33, "both", False)]
 )
-def test_fsdp_reduces_once_and_is_exact(
-    rank_pool, v: int, m: int, vocab: int, vocab_parallel: str, reshard: bool
-) -> None:
-    for rank, errors in enumerate(rank_pool(DP * PP).run(fsdp, v, m, vocab, vocab_parallel, reshard, timeout=120)):
+def test_fsdp_reduces_once_and_is_exact(v: int, m: int, vocab: int, vocab_parallel: str, reshard: bool) -> None:
+    for rank, errors in enumerate(run_ranks(fsdp, DP * PP, v, m, vocab, vocab_parallel, reshard, timeout=120)):
         assert {"head.weight"} <= {name for name, _ in errors}
         for name, error in errors:
             assert error <= TOLERANCE, f"rank {rank}: {name} is off by {error:.1e}"
