@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from slimpipe import launcher
 from slimpipe.attention.events import AttentionLayer
 from slimpipe.attention.kernels import choose_kernel
+from slimpipe.nearest import nearest_divisor
 from slimpipe.options import SlimPipeOptions
 from slimpipe.runtime.measure import exchange_costs
 from slimpipe.summary import rates_text
@@ -73,8 +74,7 @@ def _attention_layer(arguments: argparse.Namespace, device: torch.device) -> Att
     """The attention that the flags describe; ValueError where no kernel serves it."""
     heads, kv_heads, dim = arguments.heads, arguments.kv_heads, arguments.head_dim
     if heads % kv_heads:
-        divisors = (number for number in range(1, heads + 1) if heads % number == 0)
-        nearest = min(divisors, key=lambda number: abs(number - kv_heads))
+        nearest = nearest_divisor(heads, kv_heads)
         raise ValueError(f"--kv-heads {kv_heads}: it must divide --heads {heads}; nearest legal value: {nearest}")
     name = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     dtype = getattr(torch, name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import zlib
 from dataclasses import dataclass, fields
+
+from slimpipe.nearest import nearest_name
 
 KERNEL_NAMES = ("auto", "reference", "torch_cpu_flash", "torch_cuda_flash", "flash_attn")
 EXCHANGE_NAMES = ("auto", "on", "off")
@@ -31,8 +32,10 @@ def check_vocab_parallel(name: str) -> str:
 
 def _check_name(option: str, name: str, names: tuple[str, ...]) -> str:
     if name not in names:
-        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
-        raise ValueError(f"{option} = {name!r}: it must be one of {', '.join(names)}; nearest legal value: {near[0]!r}")
+        raise ValueError(
+            f"{option} = {name!r}: it must be one of {', '.join(names)}; nearest legal value: "
+            f"{nearest_name(str(name), names)!r}"
+        )
     return name
 
 

@@ -19,9 +19,10 @@ from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.draw import peak_microbatches, peak_units
 from slimpipe.planner.draw_text import LEGEND, grid, live_curve, num_bands
 from slimpipe.planner.hardware import HARDWARE, hardware_named
-from slimpipe.planner.shown import SLIMPIPE_SCHEDULES, Setting, timeline_of, with_exchange
+from slimpipe.planner.shown import Setting, timeline_of, with_exchange
 from slimpipe.planner.timeline import Timeline
 from slimpipe.planner.trace import to_trace
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 
 _UNITS = "time (1: forward of a slice through the whole model)"
 

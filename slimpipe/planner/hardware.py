@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
+from slimpipe.nearest import nearest_name
 from slimpipe.planner.costs import Link
 
 
@@ -78,5 +78,5 @@ def hardware_named(name: str) -> Hardware:
     """
     if name.lower() in HARDWARE:
         return HARDWARE[name.lower()]
-    near = difflib.get_close_matches(name.lower(), HARDWARE, n=1, cutoff=0.0)[0]
+    near = nearest_name(name.lower(), HARDWARE)
     raise ValueError(f'--gpu: no GPU "{name}"; nearest: "{near}"; known: {", ".join(HARDWARE)}')

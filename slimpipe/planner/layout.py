@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slimpipe.nearest import nearest_divisor
 from slimpipe.planner.models import ModelShape
 from slimpipe.program.order import cycle_size
 
@@ -108,7 +109,7 @@ def _broken_rules(layout: Layout, model: ModelShape, seq_len: int) -> Iterator[s
     if p * v > model.num_layers:
         yield f"p v = {p * v}: there are no more than {model.num_layers} layers; nearest: v = {model.num_layers // p}"
     if model.num_kv_heads % t:
-        nearest = min(_divisors(model.num_kv_heads), key=lambda x: abs(x - t))
+        nearest = nearest_divisor(model.num_kv_heads, t)
         yield f"t = {t}: it must divide the {model.num_kv_heads} K,V heads; nearest: {nearest}"
     if layout.vocab_parallel != "none" and -(-model.vocab_size // (p * t)) * (p * t - 1) >= model.vocab_size:
         yield f"a vocabulary of {model.vocab_size} leaves no row for the last of p t = {p * t} ranks"
@@ -118,7 +119,3 @@ def _makes_stages(num_layers: int, num_stages: int) -> bool:
     """Whether torchtitan, which is told the layers of a stage, not the stages, makes so many."""
     layers_per_stage = -(-num_layers // num_stages)
     return -(-num_layers // layers_per_stage) == num_stages
-
-
-def _divisors(number: int) -> list[int]:
-    return [x for x in range(1, number + 1) if number % x == 0]

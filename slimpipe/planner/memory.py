@@ -17,7 +17,7 @@ from slimpipe.options import SlimPipeOptions
 from slimpipe.planner.layout import Layout
 from slimpipe.planner.models import ModelShape
 from slimpipe.planner.slices import most_messages, most_slots, peak_live, peak_live_of_stage, waiting_gradients
-from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Op
+from slimpipe.program.ir import MAX_UNMATCHED_SENDS, RECEIVE_OF, Channel
 from slimpipe.program.program import Program
 from slimpipe.program.slots import plan_slots
 
@@ -36,8 +36,6 @@ PARTS = (
 """activations: saved for backward by layers and norms. output: saved by output layer and loss; where they are shared,
 hidden states and their gradients that wait. buffers: messages between stages. exchange: held for other ranks. working:
 of one unit's backward, recomputed tensors included."""
-
-_RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
 
 _VOCABULARY_BLOCK = 1024
 """Tokens whose logits exist at a time where the vocabulary is shared."""
@@ -196,9 +194,9 @@ def _messages(program: Program, rank: int) -> int:
     """Receives posted and not used, and sends that may be under way, of a rank at a time."""
     most, posted, sends = 0, set(), Counter[Channel]()
     for instruction in program.instructions[rank]:
-        if instruction.op in _RECEIVE_OF:
-            posted.discard((_RECEIVE_OF[instruction.op], instruction.unit))
-        elif instruction.op in _RECEIVE_OF.values():
+        if instruction.op in RECEIVE_OF:
+            posted.discard((RECEIVE_OF[instruction.op], instruction.unit))
+        elif instruction.op in RECEIVE_OF.values():
             posted.add((instruction.op, instruction.unit))
         elif instruction.op.is_message:
             sends[instruction.channel(rank)] += 1

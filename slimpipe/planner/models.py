@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+from typing import Any
+
+from slimpipe.nearest import nearest_divisor, nearest_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,7 @@ class ModelShape:
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(f"{self.num_heads} heads do not divide {self.dim} dimensions; give the size of a head too")
         if self.num_heads % self.num_kv_heads:
-            divisors = [x for x in range(1, self.num_heads + 1) if self.num_heads % x == 0]
-            nearest = min(divisors, key=lambda x: abs(x - self.num_kv_heads))
+            nearest = nearest_divisor(self.num_heads, self.num_kv_heads)
             raise ValueError(
                 f"{self.num_kv_heads} K,V heads do not divide {self.num_heads} heads; nearest legal value: {nearest}"
             )
@@ -95,22 +96,7 @@ class ModelShape:
         return seq_len * (matrices + attention)
 
 
-def _llama3(flavor: str, *sizes: int, tied: bool = False, vocab_size: int = 128256) -> ModelShape:
-    num_layers, dim, ffn_dim, num_heads, num_kv_heads = sizes
-    return ModelShape(
-        name=f"llama3-{flavor.lower()}",
-        num_layers=num_layers,
-        dim=dim,
-        ffn_dim=ffn_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        vocab_size=vocab_size,
-        tied=tied,
-        titan=("llama3", flavor),
-    )
-
-
-def _paper(name: str, *sizes: int, num_experts: int = 1) -> ModelShape:
+def _shape(name: str, *sizes: int, **others: Any) -> ModelShape:
     num_layers, dim, ffn_dim, num_heads, num_kv_heads = sizes
     return ModelShape(
         name=name,
@@ -119,9 +105,12 @@ def _paper(name: str, *sizes: int, num_experts: int = 1) -> ModelShape:
         ffn_dim=ffn_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        num_experts=num_experts,
-        experts_per_token=min(2, num_experts),
+        **others,
     )
+
+
+def _llama3(flavor: str, *sizes: int, **others: Any) -> ModelShape:
+    return _shape(f"llama3-{flavor.lower()}", *sizes, titan=("llama3", flavor), **others)
 
 
 MODELS = {
@@ -135,12 +124,12 @@ MODELS = {
         _llama3("70B", 80, 8192, 28672, 64, 8),
         _llama3("405B", 126, 16384, 53248, 128, 8),
         # of the SlimPipe paper
-        _paper("llama-7b", 32, 4096, 11008, 32, 32),
-        _paper("llama-13b", 40, 5120, 13824, 40, 40),
-        _paper("llama-70b", 80, 8192, 28672, 64, 8),
-        _paper("llama-149b", 96, 12288, 32768, 96, 8),
-        _paper("mixtral-8x7b", 32, 4096, 14336, 32, 8, num_experts=8),
-        _paper("mixtral-8x22b", 56, 6144, 16384, 48, 8, num_experts=8),
+        _shape("llama-7b", 32, 4096, 11008, 32, 32),
+        _shape("llama-13b", 40, 5120, 13824, 40, 40),
+        _shape("llama-70b", 80, 8192, 28672, 64, 8),
+        _shape("llama-149b", 96, 12288, 32768, 96, 8),
+        _shape("mixtral-8x7b", 32, 4096, 14336, 32, 8, num_experts=8, experts_per_token=2),
+        _shape("mixtral-8x22b", 56, 6144, 16384, 48, 8, num_experts=8, experts_per_token=2),
     )
 }
 
@@ -153,5 +142,5 @@ def model_named(name: str) -> ModelShape:
     """
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.0)[0]
+    near = nearest_name(name.lower(), MODELS)
     raise ValueError(f'--model: no model "{name}"; nearest: "{near}"; known: {", ".join(MODELS)}')

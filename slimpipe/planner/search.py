@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import product
 
 from slimpipe.options import VOCAB_PARALLEL_NAMES
+from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.hardware import Hardware
 from slimpipe.planner.layout import RECOMPUTE, Layout, broken_rule
 from slimpipe.planner.lockstep import compute_seconds, equal_units_bubble, step_seconds
@@ -114,11 +115,15 @@ class Judged:
         return max(self.parts, key=self.parts.__getitem__)
 
     @cached_property
+    def costs(self) -> OpCosts:
+        """Of its units."""
+        return op_costs(self.question.model, self.layout, self.question.hardware, seq_len=self.question.seq_len)
+
+    @cached_property
     def pipeline_seconds(self) -> float:
         q = self.question
-        costs = op_costs(q.model, self.layout, q.hardware, seq_len=q.seq_len)
         exchange = exchange_costs(q.model, self.layout, q.hardware, seq_len=q.seq_len) if self.layout.exchange else None
-        return step_seconds(self.layout, costs, exchange)
+        return step_seconds(self.layout, self.costs, exchange)
 
     @cached_property
     def seconds(self) -> float:
@@ -128,9 +133,7 @@ class Judged:
 
     @cached_property
     def bubble(self) -> float:
-        q = self.question
-        costs = op_costs(q.model, self.layout, q.hardware, seq_len=q.seq_len)
-        return 1 - compute_seconds(self.layout, costs) / self.pipeline_seconds
+        return 1 - compute_seconds(self.layout, self.costs) / self.pipeline_seconds
 
     @property
     def equal_units_bubble(self) -> float:

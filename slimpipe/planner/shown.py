@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from slimpipe.nearest import nearest_name
 from slimpipe.options import SlimPipeOptions
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.simulate import simulate
-from slimpipe.planner.simulate_torch import SCHEDULES as TORCH_SCHEDULES
 from slimpipe.planner.simulate_torch import simulate_torch, torch_order
 from slimpipe.planner.timeline import Timeline
 from slimpipe.program import Program, build_program
 from slimpipe.program.cost import ExchangeCosts
-
-SLIMPIPE_SCHEDULES = ("SlimPipe", "InterleavedSlimPipe")
-
-_ONE_STAGE = ("GPipe", "1F1B")
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+from slimpipe.schedule_names import ONE_STAGE_PER_RANK, SLIMPIPE_SCHEDULES, TORCH_SCHEDULES, TWO_STAGES_PER_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +44,9 @@ class Setting:
         """How many stages each rank has under a schedule: what was asked for, as far as the schedule can have it."""
         if schedule in SLIMPIPE_SCHEDULES:
             return self.num_stages_per_rank or (1 if schedule == "SlimPipe" else 2)
-        if schedule in _ONE_STAGE:
+        if schedule in ONE_STAGE_PER_RANK:
             return 1
-        return 2 if schedule in _V_SHAPED else max(2, self.num_stages_per_rank or 2)
+        return 2 if schedule in TWO_STAGES_PER_RANK else max(2, self.num_stages_per_rank or 2)
 
     def program(self, schedule: str = "SlimPipe") -> Program:
         """The program that the executor would run."""
@@ -103,7 +98,7 @@ def timeline_of(schedule: str, setting: Setting) -> Timeline:
     """
     known = (*SLIMPIPE_SCHEDULES, *TORCH_SCHEDULES)
     if schedule not in known:
-        near = difflib.get_close_matches(schedule, known, n=1, cutoff=0.0)[0]
+        near = nearest_name(schedule, known)
         raise ValueError(f"schedule {schedule!r}: it must be one of {', '.join(known)}; nearest legal value: {near!r}")
     costs, stages, count = setting.costs_of(schedule), setting.stages_per_rank(schedule), setting.num_microbatches
     title = f"{schedule}, {setting.num_ranks} ranks" + (f" x {stages} stages" if stages > 1 else "")

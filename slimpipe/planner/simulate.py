@@ -13,13 +13,19 @@ from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.machine import Machine, Process, Signal, Wire
 from slimpipe.planner.simulate_exchange import Moment, SharedPhase
 from slimpipe.planner.simulate_vocabulary import SharedVocabulary
-from slimpipe.planner.timeline import Span, Timeline
-from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Instruction, Op, Transfer, Unit
+from slimpipe.planner.timeline import KIND_OF, Span, Timeline
+from slimpipe.program.ir import (
+    COMPUTE_OF,
+    MAX_UNMATCHED_SENDS,
+    RECEIVE_OF,
+    SEND_OF,
+    Channel,
+    Instruction,
+    Op,
+    Transfer,
+    Unit,
+)
 from slimpipe.program.program import Program, ProgramError
-
-_KIND = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.HELP_FORWARD: "help F", Op.HELP_BACKWARD: "help B"}
-_RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
-_COMPUTE_OF_SEND = {Op.SEND_FORWARD: Op.FORWARD, Op.SEND_BACKWARD: Op.BACKWARD}
 
 
 def simulate(program: Program, costs: OpCosts, *, title: str = "SlimPipe") -> Timeline:
@@ -100,7 +106,7 @@ class _Rank:
                 yield from self._compute(instruction, self._run_phase(instruction))
             elif op.is_shared:
                 yield from self._compute(instruction, self._vocabulary.run(instruction, self.rank))
-            elif op in _COMPUTE_OF_SEND:
+            elif op in SEND_OF.values():
                 yield from self._send(instruction)
             else:
                 self._receive(instruction)
@@ -121,13 +127,13 @@ class _Rank:
                 waited += self.machine.now - before
         tick, op, unit, _ = instruction
         self._done.add((op, unit))
-        self.spans.append(Span(self.rank, _KIND.get(op, op.value), start, self.machine.now, unit, tick, waited))
+        self.spans.append(Span(self.rank, KIND_OF[op], start, self.machine.now, unit, tick, waited))
 
     def _run_phase(self, instruction: Instruction) -> Process:
         """A unit, or help with others'."""
         tick, op, unit, _ = instruction
         assert op.phase is not None
-        if op in _RECEIVE_OF:
+        if op in RECEIVE_OF:
             yield from self._take(instruction)
         transfers = self._transfers.get((self.rank, (tick, op.phase)))
         if transfers:
@@ -139,7 +145,7 @@ class _Rank:
                 instruction=instruction,
                 transfers=transfers,
             ).run()
-        elif op in _RECEIVE_OF:
+        elif op in RECEIVE_OF:
             seconds = self.costs.forward_seconds if op is Op.FORWARD else self.costs.backward_seconds
             yield seconds(unit, vocab_parallel=self.program.vocab_parallel)
 
@@ -158,14 +164,13 @@ class _Rank:
 
     def _receive(self, instruction: Instruction) -> None:
         channel = instruction.channel(self.rank)
-        op = Op.FORWARD if instruction.op is Op.RECEIVE_FORWARD else Op.BACKWARD
-        self._received[op, instruction.unit] = self.wire.receive(
+        self._received[COMPUTE_OF[instruction.op], instruction.unit] = self.wire.receive(
             channel, channel.source, self.rank, instruction.unit, instruction.tick
         )
 
     def _send(self, instruction: Instruction) -> Process:
         tick, op, unit, _ = instruction
-        if (_COMPUTE_OF_SEND[op], unit) not in self._done:
+        if (COMPUTE_OF[op], unit) not in self._done:
             raise ProgramError(f"rank {self.rank}: {instruction}: there is nothing to send yet")
         channel = instruction.channel(self.rank)
         sends = self._sends[channel]

@@ -155,8 +155,7 @@ def _num_bytes(kind: _Mail, transfer: Transfer, shape: AttentionShape) -> int:
     """Of a message of one layer."""
     if kind is _Mail.KV:
         return num_rows(transfer.sent) * shape.kv_row
-    if transfer.phase is Op.FORWARD:
-        return shape.query if kind is _Mail.REQUEST else shape.output + shape.lse
     if kind is _Mail.REQUEST:
-        return shape.query + 2 * shape.output + shape.lse
-    return shape.query + num_rows(transfer.dropped) * shape.gradient_row
+        return shape.request(transfer.phase)
+    returned = num_rows(transfer.dropped) if transfer.phase is Op.BACKWARD else 0
+    return shape.reply(transfer.phase) + returned * shape.gradient_row

@@ -6,22 +6,19 @@ the others say where receives are posted and sends start.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from slimpipe.nearest import nearest_name
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.machine import Machine, Process, Signal, Wire
 from slimpipe.planner.timeline import Span, Timeline
 from slimpipe.program.ir import Unit
 from slimpipe.program.program import ProgramError
+from slimpipe.schedule_names import ONE_STAGE_PER_RANK, TORCH_SCHEDULES, TWO_STAGES_PER_RANK
 
 if TYPE_CHECKING:
     from slimpipe.torch_private import Action
-
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
-_TWO_STAGES_PER_RANK = ("ZBVZeroBubble", "DualPipeV")
 
 _Order = Mapping[int, Sequence["Action | None"]]
 _Message = tuple[str, int, int]
@@ -36,10 +33,10 @@ def torch_order(
     Raises:
         ValueError: No such schedule, or a shape that it does not serve.
     """
-    if schedule not in SCHEDULES:
-        nearest = difflib.get_close_matches(schedule, SCHEDULES, n=1, cutoff=0)[0]
-        raise ValueError(f"schedule {schedule!r}: it must be one of {', '.join(SCHEDULES)}; nearest: {nearest!r}")
-    fixed = 1 if schedule in _ONE_STAGE_PER_RANK else 2 if schedule in _TWO_STAGES_PER_RANK else None
+    if schedule not in TORCH_SCHEDULES:
+        nearest = nearest_name(schedule, TORCH_SCHEDULES)
+        raise ValueError(f"schedule {schedule!r}: it must be one of {', '.join(TORCH_SCHEDULES)}; nearest: {nearest!r}")
+    fixed = 1 if schedule in ONE_STAGE_PER_RANK else 2 if schedule in TWO_STAGES_PER_RANK else None
     least = 1 if fixed == 1 else 2
     if num_stages_per_rank < least or (fixed is not None and num_stages_per_rank != fixed):
         raise ValueError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slimpipe.options import SlimPipeOptions
 from slimpipe.planner.layout import Layout
-from slimpipe.planner.model_cost import VALUE_BYTES, data_parallel_seconds, exchange_costs, op_costs
+from slimpipe.planner.model_cost import VALUE_BYTES, data_parallel_seconds, exchange_costs
 from slimpipe.planner.search import Judged
 from slimpipe.planner.simulate import simulate
 from slimpipe.program import Program, build_program
@@ -52,7 +52,7 @@ def program_of(judged: Judged, *, num_microbatches: int | None = None) -> Progra
 def timed(judged: Judged) -> Timed:
     """Simulates two and three microbatches; each further one takes as long as the third does."""
     q, m = judged.question, judged.layout.num_microbatches
-    costs = op_costs(q.model, judged.layout, q.hardware, seq_len=q.seq_len)
+    costs = judged.costs
     shape = costs.attention_shape
     assert shape is not None
     seconds, computed, sent, held = [], [], [], 0

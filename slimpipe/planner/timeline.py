@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from slimpipe.program.ir import Unit
+from slimpipe.program.ir import Op, Unit
 
 COMPUTE_KINDS = ("F", "B", "I", "W", "help F", "help B", "E", "V", "EB")
 """Forward and backward of a unit, or, where a zero-bubble schedule runs them apart, input and weight gradients of its
@@ -20,6 +20,20 @@ backward; help with others' attention; the shared embedding, the shared output l
 the embedding."""
 MESSAGE_KINDS = ("send", "receive")
 """One lane each, beside what computes; spans of one lane may overlap."""
+KIND_OF = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.HELP_FORWARD: "help F",
+    Op.HELP_BACKWARD: "help B",
+    Op.EMBED: "E",
+    Op.VOCABULARY: "V",
+    Op.EMBED_BACKWARD: "EB",
+    Op.SEND_FORWARD: "send",
+    Op.SEND_BACKWARD: "send",
+    Op.RECEIVE_FORWARD: "receive",
+    Op.RECEIVE_BACKWARD: "receive",
+}
+"""Of a program's instructions."""
 
 
 @dataclass(frozen=True, slots=True)

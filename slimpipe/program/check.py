@@ -13,19 +13,11 @@ from dataclasses import dataclass, field
 
 from slimpipe.program.check_exchange import Moment, check_exchange, meetings
 from slimpipe.program.check_vocabulary import check_vocabulary
-from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel, Instruction, Op, Unit
+from slimpipe.program.ir import COMPUTE_OF, MAX_UNMATCHED_SENDS, RECEIVE_OF, SEND_OF, Channel, Instruction, Op, Unit
 from slimpipe.program.order import backward_tick, forward_tick, live_units
 from slimpipe.program.program import Program, ProgramError
 
 _MAX_POSTED_RECEIVES = 2
-_COMPUTE_OF = {
-    Op.RECEIVE_FORWARD: Op.FORWARD,
-    Op.SEND_FORWARD: Op.FORWARD,
-    Op.RECEIVE_BACKWARD: Op.BACKWARD,
-    Op.SEND_BACKWARD: Op.BACKWARD,
-}
-_RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
-_SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
 
 
 def check(program: Program) -> None:
@@ -96,20 +88,20 @@ def _check_messages(program: Program, rank: int) -> None:
     posted = {Op.FORWARD: 0, Op.BACKWARD: 0}
     for index, (_, op, unit, _) in enumerate(program.instructions[rank]):
         if op in (Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD):
-            posted[_COMPUTE_OF[op]] += 1
-            if posted[_COMPUTE_OF[op]] > _MAX_POSTED_RECEIVES:
+            posted[COMPUTE_OF[op]] += 1
+            if posted[COMPUTE_OF[op]] > _MAX_POSTED_RECEIVES:
                 raise ProgramError(
                     f"rank {rank} has more than {_MAX_POSTED_RECEIVES} receives posted at {op.name.lower()} of {unit}"
                 )
         elif op in (Op.FORWARD, Op.BACKWARD):
-            if _peer(program, rank, _RECEIVE_OF[op], unit) is not None:
-                if position.get((_RECEIVE_OF[op], unit), index) >= index:
+            if _peer(program, rank, RECEIVE_OF[op], unit) is not None:
+                if position.get((RECEIVE_OF[op], unit), index) >= index:
                     raise ProgramError(
                         f"rank {rank} runs {op.name.lower()} of {unit} without a receive posted before it"
                     )
                 posted[op] -= 1
-            sends = _peer(program, rank, _SEND_OF[op], unit) is not None
-            if sends and position.get((_SEND_OF[op], unit), -1) <= index:
+            sends = _peer(program, rank, SEND_OF[op], unit) is not None
+            if sends and position.get((SEND_OF[op], unit), -1) <= index:
                 raise ProgramError(f"rank {rank} runs {op.name.lower()} of {unit} without a send after it")
 
 
@@ -228,7 +220,7 @@ def _run_rank(
         else:
             channel = instruction.channel(rank)
             if channel.destination == rank:
-                posted[_COMPUTE_OF[op], unit] = channel
+                posted[COMPUTE_OF[op], unit] = channel
                 continue
             while state.num_sent[channel] - state.num_matched[channel] >= MAX_UNMATCHED_SENDS:
                 yield instruction

@@ -53,6 +53,14 @@ class AttentionShape:
         """LSE of the slice."""
         return self.batch * self.slice_len * self.num_heads * self.bytes_per_statistic
 
+    def request(self, phase: Op) -> int:
+        """What the owner of a unit sends to a helper in one layer, K,V apart."""
+        return self.query if phase is Op.FORWARD else self.query + 2 * self.output + self.lse
+
+    def reply(self, phase: Op) -> int:
+        """What a helper returns in one layer, dK,dV apart."""
+        return self.output + self.lse if phase is Op.FORWARD else self.query
+
     @property
     def flops_per_row(self) -> int:
         """Of the slice's queries on one key, forward."""
@@ -81,9 +89,6 @@ class ExchangeCosts:
         shape = self.shape
         # dK,dV of a row return once for each time it was sent.
         row = shape.kv_row + (shape.gradient_row if phase is Op.BACKWARD else 0)
-        both_ways = shape.query + shape.output + shape.lse
-        if phase is Op.BACKWARD:
-            both_ways += shape.query + shape.output
         num_messages = 3 if num_sent_rows else 2
-        num_bytes = num_sent_rows * row + both_ways
+        num_bytes = num_sent_rows * row + shape.request(phase) + shape.reply(phase)
         return _MARGIN * (num_messages * self.latency + num_bytes / self.bytes_per_second)

@@ -84,6 +84,14 @@ class Op(Enum):
         return self.place is not None and self.phase is None
 
 
+RECEIVE_OF = {Op.FORWARD: Op.RECEIVE_FORWARD, Op.BACKWARD: Op.RECEIVE_BACKWARD}
+"""Of what runs a unit: the receive that it may need."""
+SEND_OF = {Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD}
+"""Of what runs a unit: the send that may follow it."""
+COMPUTE_OF = {message: compute for messages in (RECEIVE_OF, SEND_OF) for compute, message in messages.items()}
+"""Of a message: what runs its unit."""
+
+
 class Unit(NamedTuple):
     """One slice of one microbatch on one stage: the smallest thing that is scheduled."""
 

@@ -125,11 +125,11 @@ class Program:
             total["K,V", owner, helper] += layers * num_rows(sent) * shape.kv_row
             total["Q", owner, helper] += layers * shape.query
             if phase is Op.FORWARD:
-                total["output", helper, owner] += layers * (shape.output + shape.lse)
+                total["output", helper, owner] += layers * shape.reply(phase)
             else:
-                total["gradients", owner, helper] += layers * (2 * shape.output + shape.lse)
+                total["gradients", owner, helper] += layers * (shape.request(phase) - shape.query)
                 returned = num_rows(dropped) * shape.gradient_row
-                total["gradients", helper, owner] += layers * (shape.query + returned)
+                total["gradients", helper, owner] += layers * (shape.reply(phase) + returned)
         return {key: num_bytes for key, num_bytes in sorted(total.items()) if num_bytes}
 
     def peak_held_rows(self, rank: int) -> int:

@@ -161,13 +161,9 @@ class Executor:
         try:
             if self._vocabulary is not None:
                 self._vocabulary.begin(self.program, batch, loss_kwargs=loss_kwargs)
+            run = self._run_and_record if self._options.record_times else self._run
             for instruction in self.program.instructions[self._rank]:
-                start, step.waited, step.num_bytes = time.perf_counter(), -self._waited_with_all, 0
-                self._handlers[instruction.op](step, instruction)
-                if self._options.record_times:
-                    end = time.perf_counter()
-                    waited = step.waited + self._waited_with_all
-                    self.record.times.append(InstructionTime(instruction, start, end, waited, step.num_bytes))
+                run(step, instruction)
             instruction = None
             if self._transport is not None:
                 self._transport.finish()
@@ -203,6 +199,16 @@ class Executor:
     def _waited_with_all(self) -> float:
         """Seconds so far in the exchange and in the vocabulary's collectives."""
         return sum(part.waited for part in (self._exchange, self._vocabulary) if part is not None)
+
+    def _run(self, step: _Step, instruction: Instruction) -> None:
+        self._handlers[instruction.op](step, instruction)
+
+    def _run_and_record(self, step: _Step, instruction: Instruction) -> None:
+        start, step.waited, step.num_bytes = time.perf_counter(), -self._waited_with_all, 0
+        self._run(step, instruction)
+        end = time.perf_counter()
+        waited = step.waited + self._waited_with_all
+        self.record.times.append(InstructionTime(instruction, start, end, waited, step.num_bytes))
 
     # Instructions ----------------------------------------------------------------------------------------------------
 

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from slimpipe.planner.timeline import Span, Timeline
-from slimpipe.program import Op, Program
+from slimpipe.planner.timeline import KIND_OF, Span, Timeline
+from slimpipe.program import Program
+from slimpipe.program.ir import COMPUTE_OF, RECEIVE_OF
 from slimpipe.runtime.executor import InstructionTime, StepRecord
-
-_KIND = {
-    Op.FORWARD: "F",
-    Op.BACKWARD: "B",
-    Op.HELP_FORWARD: "help F",
-    Op.HELP_BACKWARD: "help B",
-    Op.EMBED: "E",
-    Op.VOCABULARY: "V",
-    Op.EMBED_BACKWARD: "EB",
-    Op.SEND_FORWARD: "send",
-    Op.SEND_BACKWARD: "send",
-    Op.RECEIVE_FORWARD: "receive",
-    Op.RECEIVE_BACKWARD: "receive",
-}
-_USER_OF = {Op.RECEIVE_FORWARD: Op.FORWARD, Op.RECEIVE_BACKWARD: Op.BACKWARD}
 
 
 def spans_of(times: Sequence[InstructionTime], *, rank: int, origin: float) -> Iterator[Span]:
@@ -36,13 +23,13 @@ def spans_of(times: Sequence[InstructionTime], *, rank: int, origin: float) -> I
     for it in times:
         tick, op, unit, _ = it.instruction
         end, num_bytes, waited = it.end, it.num_bytes, it.waited
-        if op in _USER_OF:
-            user = used[_USER_OF[op], unit]
+        if op in RECEIVE_OF.values():
+            user = used[COMPUTE_OF[op], unit]
             end, num_bytes, waited = max(end, user.start + user.waited), user.num_bytes, 0.0
-        elif op in (Op.FORWARD, Op.BACKWARD):
+        elif op in RECEIVE_OF:
             num_bytes = 0  # they are the receive's
         start = it.start - origin
-        yield Span(rank, _KIND[op], start, end - origin, unit, tick, min(waited, end - it.start), num_bytes)
+        yield Span(rank, KIND_OF[op], start, end - origin, unit, tick, min(waited, end - it.start), num_bytes)
 
 
 def gather_timeline(
@@ -66,8 +53,5 @@ def gather_timeline(
         dist.all_gather_object(everyone, mine, group=group)
     spans = [span for row in everyone for span in row or ()]
     first = min(span.start for span in spans)
-    shifted = [
-        Span(it.rank, it.kind, it.start - first, it.end - first, it.unit, it.tick, it.waited, it.num_bytes)
-        for it in spans
-    ]
+    shifted = [replace(span, start=span.start - first, end=span.end - first) for span in spans]
     return Timeline(title, program.num_ranks, program.num_slices, program.num_stages_per_rank, tuple(shifted))

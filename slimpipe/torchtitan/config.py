@@ -17,9 +17,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from slimpipe.options import SlimPipeOptions, check_vocab_parallel
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
 from slimpipe.torchtitan.degrees import broken_degree
-from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES, broken_batch_rule, broken_rules, runs_slimpipe
+from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe
 
 
 class ConfigError(ValueError):
@@ -113,7 +114,7 @@ class SlimPipeSection:
         )
 
     def num_stages_per_rank(self, schedule: str) -> int:
-        """Stages on each rank under `schedule`, one of `rules.SLIMPIPE_SCHEDULES`."""
+        """Stages on each rank under `schedule`, one of `SLIMPIPE_SCHEDULES`."""
         if self.stages_per_rank is not None:
             return self.stages_per_rank
         return 1 if schedule == "SlimPipe" else 2

@@ -16,7 +16,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.logging import logger
 
 from slimpipe.runtime import ScheduleInterleavedSlimPipe, ScheduleSlimPipe
-from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.vocabulary import share_vocabulary
 
 if TYPE_CHECKING:

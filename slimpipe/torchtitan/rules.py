@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -21,25 +20,14 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.trainer import Trainer
 
+from slimpipe.nearest import nearest_name
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES, TORCH_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.torch_schedules import torch_schedule_rules
 from slimpipe.vocabulary import shard_rows
 
 if TYPE_CHECKING:
     from slimpipe.torchtitan.config import SlimPipeTrainerConfig
-
-SLIMPIPE_SCHEDULES = ("SlimPipe", "InterleavedSlimPipe")
-
-# Names that torch's get_schedule_class knows and torchtitan can run, for suggestions; whatever torch accepts passes.
-TORCH_SCHEDULES = (
-    "1F1B",
-    "Interleaved1F1B",
-    "GPipe",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
 
 # Exact classes: a subclass may mean another attention than causal within documents.
 _PLAIN_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
@@ -133,7 +121,7 @@ def _parallelism_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
     schedule = parallelism.pipeline_parallel_schedule
     if schedule not in SLIMPIPE_SCHEDULES and not _torch_knows(schedule):
         known = (*SLIMPIPE_SCHEDULES, *TORCH_SCHEDULES)
-        near = difflib.get_close_matches(schedule, known, n=1, cutoff=0.0)[0]
+        near = nearest_name(schedule, known)
         yield (
             f"parallelism.pipeline_parallel_schedule = {schedule!r}: no such schedule; nearest legal value: {near!r}; "
             f"known: {', '.join(known)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import GQAttention
 
 from slimpipe.planner.layout import SCHEDULES, Layout
 from slimpipe.planner.models import ModelShape
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.config import SlimPipeTrainerConfig
-from slimpipe.torchtitan.rules import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.torch_schedules import num_torch_stages, torch_schedule_rules
 
 
@@ -49,6 +50,14 @@ def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
     )
 
 
+def recompute_of(config: SlimPipeTrainerConfig) -> str:
+    """Which of `planner.layout.RECOMPUTE` the configuration's activation checkpointing is."""
+    mode = config.activation_checkpoint
+    if mode is None:
+        return "none"
+    return "full" if isinstance(mode, FullAC.Config) else "selective"
+
+
 def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout:
     """The layout that the configuration has itself.
 
@@ -78,8 +87,6 @@ def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout:
         for rule in torch_schedule_rules(config):
             raise ValueError(rule)
         v = num_torch_stages(config) // p
-    mode = config.activation_checkpoint
-    recompute = "none" if mode is None else {"FullAC": "full"}.get(type(mode).__qualname__.split(".")[0], "selective")
     return Layout(
         tensor=t,
         pipeline=p,
@@ -88,7 +95,7 @@ def layout_of(config: SlimPipeTrainerConfig, *, num_gpus: int) -> Layout:
         num_slices=section.num_slices if is_ours else 1,
         stages_per_rank=v,
         num_microbatches=config.training.local_batch_size,
-        recompute=recompute,
+        recompute=recompute_of(config),
         exchange=is_ours and section.context_exchange != "off",
         vocab_parallel=section.vocab_parallel if is_ours else "none",
         schedule="SlimPipe" if is_ours else name,

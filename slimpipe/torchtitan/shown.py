@@ -11,12 +11,13 @@ from slimpipe.planner.hardware import Hardware
 from slimpipe.planner.layout import Layout
 from slimpipe.planner.model_cost import attention_shape, op_costs
 from slimpipe.planner.models import ModelShape
-from slimpipe.planner.shown import SLIMPIPE_SCHEDULES, Setting
+from slimpipe.planner.shown import Setting
 from slimpipe.program.cost import AttentionShape, ExchangeCosts
+from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.config import SlimPipeTrainerConfig, check
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import product_of_degrees
-from slimpipe.torchtitan.shape import shape_of
+from slimpipe.torchtitan.shape import recompute_of, shape_of
 from slimpipe.torchtitan.toml import load_toml
 from slimpipe.torchtitan.torch_schedules import num_torch_stages
 
@@ -99,8 +100,6 @@ def _on(hardware: Hardware, setting: Setting, config: SlimPipeTrainerConfig) -> 
             f"parallelism.pipeline_parallel_microbatch_size = {parallelism.pipeline_parallel_microbatch_size}: --gpu "
             "knows the costs of microbatches of one sequence only; nearest legal value: 1"
         )
-    mode = config.activation_checkpoint
-    recompute = "none" if mode is None else "full" if type(mode).__qualname__.startswith("FullAC") else "selective"
     tensor, num_gpus = parallelism.tensor_parallel_degree, product_of_degrees(parallelism)
     layout = Layout(
         tensor=tensor,
@@ -108,7 +107,7 @@ def _on(hardware: Hardware, setting: Setting, config: SlimPipeTrainerConfig) -> 
         data=num_gpus // (tensor * setting.num_ranks),
         num_slices=setting.num_slices,
         num_microbatches=setting.num_microbatches,
-        recompute=recompute,
+        recompute=recompute_of(config),
     )
     shape, link = slice_shape(config), hardware.link(num_gpus)
     assert shape is not None

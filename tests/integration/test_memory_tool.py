@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from tests.integration.test_tools import figures
 
-ROOT = Path(__file__).parents[2]
-TINY = ["--json", "--seq-len=128", "--num-layers=4", "--dim=64"]
+TINY = ["--seq-len=128", "--num-layers=4", "--dim=64"]
 
 
 def test_planned_is_held() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/bench_memory.py", *TINY],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    rows = figures("bench_memory.py", *TINY)
     assert len(rows) == 26
     for row in rows:
         for part, error in row["errors"].items():

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from slimpipe.planner.costs import Link, OpCosts
-from slimpipe.planner.simulate_torch import SCHEDULES, simulate_torch, torch_order
+from slimpipe.planner.simulate_torch import simulate_torch, torch_order
 from slimpipe.planner.timeline import Timeline
 from slimpipe.program import ProgramError
+from slimpipe.schedule_names import TORCH_SCHEDULES
 
 
 def simulated(schedule: str, p: int, v: int, m: int, costs: OpCosts | None = None) -> Timeline:
@@ -26,7 +27,7 @@ def test_bubble(schedule: str, p: int, v: int, m: int) -> None:
     assert simulated(schedule, p, v, m).idle_share == pytest.approx((p - 1) / (m * v + p - 1))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TORCH_SCHEDULES)
 def test_every_schedule_runs(schedule: str) -> None:
     v = 1 if schedule in ("1F1B", "GPipe") else 2
     timeline = simulated(schedule, 4, v, 8)
