@@ -27,31 +27,44 @@ ATTENTION_LAYER = AttentionLayer(
 )
 
 
+def visible(positions_BS: Tensor, window: int | None) -> Tensor:
+    """(B, S, S), True where a query sees a key: of its own document, not later, inside the window."""
+    index = torch.arange(positions_BS.shape[1])
+    query, key = index[None, :, None], index[None, None]
+    first = (index - positions_BS)[:, :, None]
+    oldest = first if window is None else first.maximum(query - window + 1)
+    return (key <= query) & (key >= oldest)
+
+
 class DenseAttention(nn.Module):
     """Causal attention of a whole sequence, written out; documents from positions. Shares nothing with slimpipe."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(self, q_BLNH, k_BLGH, v_BLGH, *, positions, attention_masks=None, scale=None, enable_gqa=False):
         assert attention_masks is None
         groups = q_BLNH.shape[2] // k_BLGH.shape[2]
         k, v = (x.repeat_interleave(groups, dim=2) for x in (k_BLGH, v_BLGH))
         scores = torch.einsum("blnh,bknh->bnlk", q_BLNH, k) * q_BLNH.shape[-1] ** -0.5
-        index = torch.arange(q_BLNH.shape[1])
-        first = index - positions
-        visible = (index[None, None] <= index[None, :, None]) & (index[None, None] >= first[:, :, None])
-        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+        visible_BLL = visible(positions, self.window)
+        weights = scores.masked_fill(~visible_BLL[:, None], -torch.inf).softmax(-1)
         return torch.einsum("bnlk,bknh->blnh", weights, v)
 
 
 class TorchAttention(nn.Module):
     """The same by torch's own attention function, for sequences too long to write out."""
 
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
+
     def forward(self, q_BLNH, k_BLGH, v_BLGH, *, positions, attention_masks=None, scale=None, enable_gqa=False):
         assert attention_masks is None
-        index = torch.arange(q_BLNH.shape[1])
-        first = index - positions
-        visible = (index[None, None] <= index[None, :, None]) & (index[None, None] >= first[:, :, None])
+        mask = visible(positions, self.window)[:, None]
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLGH, v_BLGH))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -96,6 +109,7 @@ class Decoder(nn.Module):
         recompute: Non-reentrant checkpointing of every block.
         vocab_parallel: What it leaves to the shared vocabulary: "none"; "output": the head; "both": the embedding too.
         tied: The head's weight is the embedding's.
+        window: Sliding window of every layer but each third.
     """
 
     def __init__(
@@ -113,11 +127,13 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float64,
         vocab_parallel: str = "none",
         tied: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embedding = nn.Embedding(vocab, dim) if is_first and vocab_parallel != "both" else None
-        self.blocks = nn.ModuleDict({str(i): Block(dim, num_heads, num_kv_heads, inner()) for i in layers})
+        settings = {i: {} if window is None or i % 3 == 0 else {"window": window} for i in layers}
+        self.blocks = nn.ModuleDict({str(i): Block(dim, num_heads, num_kv_heads, inner(**settings[i])) for i in layers})
         self.norm = nn.RMSNorm(dim) if is_last else None
         self.head = nn.Linear(dim, vocab, bias=False) if is_last and vocab_parallel == "none" else None
         if tied and self.head is not None and self.embedding is not None:

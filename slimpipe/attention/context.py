@@ -79,7 +79,6 @@ class SliceContext:
         self.unit = unit
         self.keep_output = keep_output
         self.kernel = kernel
-        self.own_mask = documents.own_mask(unit.slice)
         self._documents = documents
         self._store = store
         self._called: set[nn.Module] = set()
@@ -94,27 +93,37 @@ class SliceContext:
         """
         self.phase = phase
         self.sharing: Sharing = Alone() if sharing is None else sharing
-        self._past_masks: dict[int, Mask | None] = {}
+        self._masks: dict[tuple, tuple[Mask | None, Mask | None]] = {}
         self.sharing.start(self._store.layers)
 
-    def past_mask(self, num_rows: int) -> Mask | None:
-        """What queries see of the past view on this rank, for a batch of so many rows; None for all of it.
+    def masks(self, num_rows: int, *, window: int | None) -> tuple[Mask | None, Mask | None]:
+        """What queries see of their own keys, beside causality, and of the past view on this rank; None for all.
 
         Less than the past itself where other ranks attend to some of it.
+
+        Args:
+            num_rows: Batch rows.
+            window: Of the last tokens, how many a query sees, itself included; None for all.
         """
+        key = num_rows, window
+        if key not in self._masks:
+            own_mask = self._documents.own_mask(self.unit.slice, window=window, num_rows=num_rows)
+            self._masks[key] = own_mask, self._past_mask(*key)
+        return self._masks[key]
+
+    def _past_mask(self, num_rows: int, window: int | None) -> Mask | None:
         unit, moved = self.unit, self.sharing.moved
-        if not unit.slice or not (self._documents.starts or moved):
+        if not unit.slice or not (self._documents.starts or moved or window):
             return None
-        if num_rows not in self._past_masks:
-            L = self._documents.slice_len
-            slots = self._store.plan.slices_in(unit, *self._store.plan.past(unit))
-            self._past_masks[num_rows] = self._documents.part_mask(
-                unit.slice,
-                [(held * L, (held + 1) * L) for held in slots],
-                rows=subtract(((0, unit.slice * L),), moved),
-                num_rows=num_rows,
-            )
-        return self._past_masks[num_rows]
+        L = self._documents.slice_len
+        slots = self._store.plan.slices_in(unit, *self._store.plan.past(unit))
+        return self._documents.part_mask(
+            unit.slice,
+            [(held * L, (held + 1) * L) for held in slots],
+            rows=subtract(((0, unit.slice * L),), moved),
+            num_rows=num_rows,
+            window=window,
+        )
 
     @property
     def num_called(self) -> int:

@@ -38,6 +38,15 @@ class Event(NamedTuple):
     """Index among the attention layers of the stage."""
 
 
+class AttentionCall(NamedTuple):
+    """How a layer attends."""
+
+    kernel: AttentionKernel
+    scale: float
+    window: int | None
+    """Of the last tokens, how many a query sees, itself included; None for all."""
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One slice in one attention layer: all that another rank needs to compute a part of it."""
@@ -51,15 +60,16 @@ class AttentionLayer:
     dtype: torch.dtype
     kernel: str
     scale: float
+    window: int | None = None
 
     # Shapes: B batch, L slice, N query heads, G K,V heads, H head dim.
 
     @classmethod
-    def of(cls, q_BLNH: Tensor, layer: LayerStore, kernel: AttentionKernel, scale: float) -> AttentionLayer:
+    def of(cls, q_BLNH: Tensor, layer: LayerStore, call: AttentionCall) -> AttentionLayer:
         """The layer as it runs now."""
         B, L, N, H = q_BLNH.shape
         G, value_head_dim = layer.value_shape[2:]
-        return cls(B, L, N, G, H, value_head_dim, q_BLNH.dtype, kernel.name, scale)
+        return cls(B, L, N, G, H, value_head_dim, q_BLNH.dtype, call.kernel.name, call.scale, call.window)
 
     def rows(self, count: int, *, gradient: bool = False) -> list[TensorMeta]:
         """K and V of some rows, or dK and dV, which travel in float32 or wider."""
@@ -109,9 +119,7 @@ class Sharing(Protocol):
     def start(self, layers: Sequence[LayerStore]) -> None:
         """Before the first event; ``layers`` are the stores of the unit's stage, none without a unit of its own."""
 
-    def begin(
-        self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], *, kernel: AttentionKernel, scale: float
-    ) -> None:
+    def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None:
         """An event begins. ``tensors``: q_BLNH; for a backward also dout_BLNH, the whole row's out_BLNH and lse_BNL."""
 
     def serve(self) -> None:
@@ -131,9 +139,7 @@ class Alone:
 
     def start(self, layers: Sequence[LayerStore]) -> None: ...
 
-    def begin(
-        self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], *, kernel: AttentionKernel, scale: float
-    ) -> None: ...
+    def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None: ...
 
     def serve(self) -> None: ...
 
@@ -180,11 +186,9 @@ class _Watch(Alone):
         self._learner, self._phase = learner, phase
         self._events: list[Event] = []
 
-    def begin(
-        self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], *, kernel: AttentionKernel, scale: float
-    ) -> None:
+    def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None:
         self._events.append(Event(kind, layer.index))
-        self._learner.saw_layer(layer.index, AttentionLayer.of(tensors[0], layer, kernel, scale))
+        self._learner.saw_layer(layer.index, AttentionLayer.of(tensors[0], layer, call))
 
     def finish(self) -> None:
         self._learner.saw_events(self._phase, tuple(self._events))

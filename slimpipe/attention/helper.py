@@ -21,9 +21,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from slimpipe.attention.events import Alone, AttentionLayer, Event, Phase, Sharing, StageEvents
+from slimpipe.attention.events import Alone, AttentionCall, AttentionLayer, Event, Phase, Sharing, StageEvents
 from slimpipe.attention.held_rows import HeldRows
-from slimpipe.attention.kernels import AttentionKernel, choose_kernel
+from slimpipe.attention.kernels import choose_kernel
 from slimpipe.attention.kv_store import LayerStore
 from slimpipe.attention.mask import Documents, Mask
 from slimpipe.mailbox import Letter, Mail, Mailbox
@@ -113,7 +113,7 @@ class SharedPhase:
         self._kv: dict[tuple[Transfer, int], Letter] = {}
         self._requests: dict[Transfer, Letter] = {}
         self._replies: list[tuple[Transfer, Letter]] = []
-        self._masks: dict[Transfer, Mask | None] = {}
+        self._masks: dict[tuple[Transfer, int | None], Mask | None] = {}
 
     # What attention calls --------------------------------------------------------------------------------------------
 
@@ -121,12 +121,10 @@ class SharedPhase:
         self._layers = layers
         self._move_kv(0)
 
-    def begin(
-        self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], *, kernel: AttentionKernel, scale: float
-    ) -> None:
+    def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None:
         event = Event(kind, layer.index)
         if self._given:
-            self._check_event(event, AttentionLayer.of(tensors[0], layer, kernel, scale))
+            self._check_event(event, AttentionLayer.of(tensors[0], layer, call))
             self._now = event, layer
         self._begin(tensors)
 
@@ -232,7 +230,7 @@ class SharedPhase:
         k_BKGH, v_BKGH = held.rows(transfer.rows)
         q_BLNH = request[0]
         kernel = choose_kernel(facts.kernel, q_BLNH, k_BKGH, v_BKGH)
-        mask, scale = self._mask(transfer), facts.scale
+        mask, scale = self._mask(transfer, facts), facts.scale
         if event.kind is Phase.FORWARD:
             reply = [*kernel.forward(q_BLNH, k_BKGH, v_BKGH, causal=False, mask=mask, scale=scale)]
         else:
@@ -251,12 +249,15 @@ class SharedPhase:
                 del self._exchange.held[key]
         return reply
 
-    def _mask(self, transfer: Transfer) -> Mask | None:
-        """What the unit's queries see of the moved rows; one for all layers."""
-        if transfer not in self._masks:
+    def _mask(self, transfer: Transfer, facts: AttentionLayer) -> Mask | None:
+        """What the unit's queries see of the moved rows; one for all layers of a window."""
+        key = transfer, facts.window
+        if key not in self._masks:
             documents = self._exchange.documents[transfer.unit.microbatch]
-            self._masks[transfer] = documents.part_mask(transfer.unit.slice, transfer.rows)
-        return self._masks[transfer]
+            self._masks[key] = documents.part_mask(
+                transfer.unit.slice, transfer.rows, num_rows=facts.batch, window=facts.window
+            )
+        return self._masks[key]
 
     # Facts -----------------------------------------------------------------------------------------------------------
 

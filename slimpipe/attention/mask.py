@@ -27,6 +27,9 @@ class Block:
     rows: slice
     queries: slice
     keys: slice
+    left: int | None = None
+    """Of a sliding window: query l of L sees no key before l + K - L - left of K, which is the distance that flash
+    kernels count from the last query's last key. Every query sees a key. None: no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Mask:
     """What the queries of one kernel call may see: nothing but the blocks. Valid for every layer of one unit.
 
     Of any batch row, a key belongs to at most one block; a query belongs to several where its keys are not adjacent in
-    the K,V view. With `causal`, every block is square and lies on the diagonal.
+    the K,V view. With `causal`, every block is square, lies on the diagonal and has the same `Block.left`.
     """
 
     shape_BLK: tuple[int, int, int]
@@ -51,12 +54,30 @@ class Mask:
         """True if no query sees any key: the kernel call can be skipped."""
         return not self.blocks
 
+    @property
+    def is_one_band(self) -> bool:
+        """True if all queries see all keys, but for `left`."""
+        return len(self.blocks) == 1 and self._is_whole(self.blocks[0])
+
+    @property
+    def left(self) -> int | None:
+        """`Block.left` of every block, which must be the same."""
+        (left,) = {block.left for block in self.blocks}
+        return left
+
+    def _is_whole(self, block: Block) -> bool:
+        cuts = block.rows, block.queries, block.keys
+        return all((cut.start, cut.stop) == (0, size) for cut, size in zip(cuts, self.shape_BLK, strict=True))
+
     def dense_BLK(self, device: torch.device) -> Tensor:
         """The mask as a bool tensor, True where the key is visible. Made once, without a device sync; do not write."""
         if ("dense", device) not in self._made:
             dense_BLK = torch.zeros(self.shape_BLK, dtype=torch.bool, device=device)
             for block in self.blocks:
-                dense_BLK[block.rows, block.queries, block.keys] = True
+                num_queries, num_keys = (cut.stop - cut.start for cut in (block.queries, block.keys))
+                dense_BLK[block.rows, block.queries, block.keys] = band_LK(
+                    num_queries, num_keys, left=block.left, device=device
+                )
             self._made["dense", device] = dense_BLK
         return self._made["dense", device]
 
@@ -130,15 +151,22 @@ class Documents:
             return cls((), slice_len)
         return cls(tuple(map(tuple, starts)), slice_len)
 
-    def own_mask(self, slice_index: int) -> Mask | None:
-        """The mask, on top of causality, of a slice's queries on its own keys; None if it holds no document start."""
+    def own_mask(self, slice_index: int, *, window: int | None = None, num_rows: int | None = None) -> Mask | None:
+        """The mask, on top of causality, of a slice's queries on its own keys; None if they see all that came before.
+
+        Args:
+            slice_index: The slice.
+            window: Of the last tokens, how many a query sees, itself included; None for all.
+            num_rows: Batch rows, where `starts` does not tell; with a window.
+        """
         L, begin = self.slice_len, slice_index * self.slice_len
+        left = window - 1 if window is not None and window < L else None
         rows = []
-        for starts in self.starts:
+        for starts in self.starts or ((0,),) * (num_rows or 0):
             inside = starts[bisect.bisect_right(starts, begin) : bisect.bisect_left(starts, begin + L)]
             bounds = [0, *(start - begin for start in inside), L]
             segments = [slice(*bound) for bound in pairwise(bounds)]
-            rows.append([(segment, segment) for segment in segments])
+            rows.append([(segment, segment, left) for segment in segments])
         return _mask_from_rows(rows, num_queries=L, num_keys=L)
 
     def past_mask(self, slice_index: int, slots: Sequence[int]) -> Mask | None:
@@ -153,51 +181,89 @@ class Documents:
         return self.part_mask(slice_index, [(held * L, (held + 1) * L) for held in slots])
 
     def part_mask(
-        self, slice_index: int, layout: Sequence[Run], *, rows: Runs | None = None, num_rows: int | None = None
+        self,
+        slice_index: int,
+        layout: Sequence[Run],
+        *,
+        rows: Runs | None = None,
+        num_rows: int | None = None,
+        window: int | None = None,
     ) -> Mask | None:
         """The mask of a slice's queries on some past keys; None if every query sees all keys of the view.
 
         Only the document that spans the start of the slice has keys in the past, so a row's first queries, up to the
-        first document start, all see the same keys, and its later queries see none.
+        first document start, all see the same keys, and its later queries see none. With a window, keys go out of
+        sight one by one.
 
         Args:
             slice_index: The slice of the queries.
             layout: The past tokens that the K,V view holds, in the order of the view. Any order.
             rows: Those of them to attend to; None for all.
             num_rows: Batch rows, where `starts` does not tell.
+            window: Of the last tokens, how many a query sees, itself included; None for all.
         """
         L, begin = self.slice_len, slice_index * self.slice_len
         blocks = []
         for starts in self.starts or ((0,),) * (num_rows or 0):
             after = bisect.bisect_left(starts, begin)  # starts[after - 1] is the document that reaches into the slice
             num_queries = min(starts[after] - begin, L) if after < len(starts) else L
-            visible = ((starts[after - 1], begin),) if rows is None else intersect(rows, ((starts[after - 1], begin),))
-            keys = _visible_runs(visible, layout) if num_queries else []
-            blocks.append([(slice(0, num_queries), run) for run in keys])
+            low = starts[after - 1] if window is None else max(starts[after - 1], begin - window + 1)
+            visible: Runs = ((low, begin),) if low < begin and num_queries else ()
+            visible = visible if rows is None else intersect(rows, visible)
+            blocks.append(
+                [
+                    _rectangle(keys, stop - begin, num_queries=num_queries, window=window)
+                    for keys, stop in _visible_runs(visible, layout, joins_any=window is None)
+                ]
+            )
         return _mask_from_rows(blocks, num_queries=L, num_keys=sum(stop - start for start, stop in layout))
 
 
-def _visible_runs(visible: Runs, layout: Sequence[Run]) -> list[slice]:
-    """The key ranges of a view that hold the visible tokens, with adjacent ranges joined."""
-    runs: list[slice] = []
+def band_LK(num_queries: int, num_keys: int, *, left: int | None, device: torch.device) -> Tensor:
+    """Bool, True where `Block.left` lets a query see a key."""
+    visible_LK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    return visible_LK if left is None else visible_LK.triu_(num_keys - num_queries - left)
+
+
+_Rectangle = tuple[slice, slice, int | None]
+"""Queries, keys and `Block.left`."""
+
+
+def _rectangle(keys: slice, stop: int, *, num_queries: int, window: int | None) -> _Rectangle:
+    """What a slice's first queries see of consecutive past tokens, the last of which is ``stop - 1`` from the slice's
+    start."""
+    if window is None:
+        return slice(0, num_queries), keys, None
+    last = stop + window - 2  # the last query that sees any
+    num_queries = min(num_queries, last + 1)
+    left = last + 1 - num_queries
+    return slice(0, num_queries), keys, left if left < keys.stop - keys.start - 1 else None
+
+
+def _visible_runs(visible: Runs, layout: Sequence[Run], *, joins_any: bool) -> list[tuple[slice, int]]:
+    """The key ranges of a view that hold the visible tokens, and the token after each.
+
+    Adjacent ranges are joined; unless ``joins_any``, only where their tokens are adjacent as well.
+    """
+    runs: list[tuple[slice, int]] = []
     place = 0
     for start, stop in layout:
         for low, high in intersect(visible, ((start, stop),)):
             begin, end = place + low - start, place + high - start
-            if runs and runs[-1].stop == begin:
-                begin = runs.pop().start
-            runs.append(slice(begin, end))
+            if runs and runs[-1][0].stop == begin and (joins_any or runs[-1][1] == low):
+                begin = runs.pop()[0].start
+            runs.append((slice(begin, end), high))
         place += stop - start
     return runs
 
 
-def _mask_from_rows(rows: list[list[tuple[slice, slice]]], *, num_queries: int, num_keys: int) -> Mask | None:
+def _mask_from_rows(rows: list[list[_Rectangle]], *, num_queries: int, num_keys: int) -> Mask | None:
     """Joins neighbouring batch rows that see the same; None if everything is visible."""
     blocks: list[Block] = []
     for rectangles, group in groupby(enumerate(rows), key=lambda numbered: numbered[1]):
         members = [row for row, _ in group]
         joined = slice(members[0], members[-1] + 1)
-        blocks += [Block(joined, queries, keys) for queries, keys in rectangles]
+        blocks += [Block(joined, *rectangle) for rectangle in rectangles]
     if not rows or blocks == [Block(slice(0, len(rows)), slice(0, num_queries), slice(0, num_keys))]:
         return None
     return Mask((len(rows), num_queries, num_keys), tuple(blocks))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slimpipe.attention.context import SliceContext
-from slimpipe.attention.events import Phase
+from slimpipe.attention.events import AttentionCall, Phase
 from slimpipe.attention.kernels import AttentionKernel, choose_kernel, merge
 from slimpipe.attention.kv_store import LayerStore
 from slimpipe.attention.mask import Documents, Mask
@@ -35,14 +35,21 @@ class SliceAttention(nn.Module):
 
     Args:
         kernel: Attention kernel, see `SlimPipeOptions.kernel`; "auto" leaves the choice to the schedule's options.
+        window: Sliding window: of the last tokens, how many a query sees, itself included; None for all.
 
     Raises:
-        ValueError: No such kernel.
+        ValueError: No such kernel, or a window of less than one token.
     """
 
-    def __init__(self, *, kernel: str = "auto") -> None:
+    def __init__(self, *, kernel: str = "auto", window: int | None = None) -> None:
         super().__init__()
         self.kernel = check_kernel_name(kernel)
+        if window is not None and window < 1:
+            raise ValueError(
+                f"SliceAttention(window={window}): a query sees at least its own token; nearest legal value: 1 (None: "
+                "every token)"
+            )
+        self.window = window
 
     def forward(
         self,
@@ -86,7 +93,8 @@ class SliceAttention(nn.Module):
         kernel = choose_kernel(name, q_BLNH, k_BLNH, v_BLNH)
         if isinstance(attention_masks, SliceContext):
             layer = attention_masks.layer(self)
-            return _SliceAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, layer, kernel, scale)
+            call = AttentionCall(kernel, scale, self.window)
+            return _SliceAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, layer, call)
         if attention_masks is None:
             attention_masks = Documents.from_positions(positions, slice_len=q_BLNH.shape[1])
         if not isinstance(attention_masks, Documents):
@@ -95,7 +103,8 @@ class SliceAttention(nn.Module):
                 "positions that restart at 0 at each document, and attention_masks only as a slimpipe schedule hands "
                 "it to the model"
             )
-        return _PlainAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks.own_mask(0), kernel, scale)
+        mask = attention_masks.own_mask(0, window=self.window, num_rows=len(q_BLNH))
+        return _PlainAttention.apply(q_BLNH, k_BLNH, v_BLNH, mask, kernel, scale)
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -134,35 +143,33 @@ class _SliceAttention(torch.autograd.Function):
         v: Tensor,
         context: SliceContext,
         layer: LayerStore,
-        kernel: AttentionKernel,
-        scale: float,
+        call: AttentionCall,
     ) -> Tensor:
         unit = context.unit
         with hidden_from_dispatch_modes():
             if context.phase is Phase.FORWARD:
                 layer.append(unit, k, v)
-                out, lse = _attend(q, context, layer, kernel, scale)
+                out, lse = _attend(q, context, layer, call)
                 if context.keep_output and any(ctx.needs_input_grad):
                     layer.keep(unit, out, lse)
             else:
-                out, lse = layer.kept(unit) or _attend(q, context, layer, kernel, scale)
+                out, lse = layer.kept(unit) or _attend(q, context, layer, call)
         ctx.save_for_backward(q, out, lse)
-        ctx.args = context, layer, kernel, scale
+        ctx.args = context, layer, call
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse = ctx.saved_tensors
-        context, layer, kernel, scale = ctx.args
+        context, layer, call = ctx.args
+        kernel, scale, window = call
         unit, sharing = context.unit, context.sharing
-        sharing.begin(Phase.BACKWARD, layer, (q, dout, out, lse), kernel=kernel, scale=scale)
-        dq, dk, dv = kernel.backward(
-            dout, q, *layer.own(unit), out, lse, causal=True, mask=context.own_mask, scale=scale
-        )
+        own_mask, past_mask = context.masks(len(q), window=window)
+        sharing.begin(Phase.BACKWARD, layer, (q, dout, out, lse), call)
+        dq, dk, dv = kernel.backward(dout, q, *layer.own(unit), out, lse, causal=True, mask=own_mask, scale=scale)
         sharing.serve()
         dq = dq.to(wide_dtype(dq.dtype))
-        past_mask = context.past_mask(len(q))
         if _sees_past(unit, past_mask):
             dq_past, dk_past, dv_past = kernel.backward(
                 dout, q, *layer.past(unit), out, lse, causal=False, mask=past_mask, scale=scale
@@ -172,18 +179,17 @@ class _SliceAttention(torch.autograd.Function):
         for (dq_moved,) in sharing.replies():
             dq.add_(dq_moved)
         dk, dv = layer.take_gradient(unit, dk, dv)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
-def _attend(
-    q: Tensor, context: SliceContext, layer: LayerStore, kernel: AttentionKernel, scale: float
-) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, context: SliceContext, layer: LayerStore, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output in the dtype of q, and LSE, of one slice."""
+    kernel, scale, window = call
     unit, sharing = context.unit, context.sharing
-    sharing.begin(Phase.FORWARD, layer, (q,), kernel=kernel, scale=scale)
-    out, lse = kernel.forward(q, *layer.own(unit), causal=True, mask=context.own_mask, scale=scale)
+    own_mask, past_mask = context.masks(len(q), window=window)
+    sharing.begin(Phase.FORWARD, layer, (q,), call)
+    out, lse = kernel.forward(q, *layer.own(unit), causal=True, mask=own_mask, scale=scale)
     sharing.serve()
-    past_mask = context.past_mask(len(q))
     if _sees_past(unit, past_mask):
         past = kernel.forward(q, *layer.past(unit), causal=False, mask=past_mask, scale=scale)
         out, lse = merge(out, lse, *past)

@@ -52,6 +52,8 @@ class Case:
     vocab: int = 32
     vocab_parallel: str = "none"
     tied: bool = False
+    window: int | None = None
+    """Of every attention layer but each third."""
     block_size: int = 3
     """Of a shared head."""
     options: dict[str, Any] = field(default_factory=lambda: {"context_exchange": "off"})
@@ -92,6 +94,7 @@ def unsliced(case: Case, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tens
         num_kv_heads=case.num_kv_heads,
         vocab=case.vocab,
         tied=case.tied,
+        window=case.window,
         inner=DenseAttention if case.seq_len <= 128 else TorchAttention,
     )
     losses = []
@@ -136,6 +139,7 @@ def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **optio
             recompute=case.recompute,
             vocab=case.vocab,
             vocab_parallel=case.vocab_parallel,
+            window=case.window,
         )
         part.load_state_dict({name: value for name, value in whole.state_dict().items() if name in part.state_dict()})
         stages.append(PipelineStage(part, index, case.num_stages, torch.device("cpu"), group=group))

@@ -36,6 +36,7 @@ def draw_case(draw: random.Random, p: int) -> Case:
         keep_output=draw.random() < 0.5,
         num_layers=draw.randint(max(1, p * v - 3), p * v + 3),  # stages without any attention layer among them
         runs="TTEE",
+        window=draw.choice((None, None, draw.randint(1, n * slice_len))),
         options=exchange(draw.randint(1, 7), max_slices=draw.choice((0, 1, 2, 3, 4, 16))),
     )
 

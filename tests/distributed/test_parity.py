@@ -42,6 +42,14 @@ def test_documents(rank_pool, documents: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("window", [1, 3, 4, 6, 9, 40])
+@pytest.mark.parametrize("documents", [None, (5, 9, 18)])
+def test_sliding_windows(rank_pool, window: int, documents: tuple[int, ...] | None) -> None:
+    common = {"window": window, "documents": documents, "batch": 2, "num_kv_heads": 2, "m": 3, "num_layers": 6}
+    shapes = [(1, 1, 8), (2, 1, 8), (3, 2, 4), (4, 1, 8)]
+    check_cases(rank_pool, [Case(p=p, v=v, n=n, slice_len=32 // n, **common) for p, v, n in shapes])
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_grouped_queries(rank_pool, num_kv_heads: int) -> None:
     check_cases(rank_pool, [Case(p=p, n=4, v=v, num_kv_heads=num_kv_heads, batch=2) for p in (1, 2, 4) for v in (1, 2)])

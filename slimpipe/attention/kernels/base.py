@@ -47,7 +47,7 @@ class AttentionKernel(ABC):
         """
         check_shapes(q_BLNH, k_BKGH, v_BKGH, causal=causal)
         if mask is None:
-            return self._forward(q_BLNH, k_BKGH, v_BKGH, causal, scale)
+            return self._forward(q_BLNH, k_BKGH, v_BKGH, causal, None, scale)
         assert mask.shape_BLK == (*q_BLNH.shape[:2], k_BKGH.shape[1]), "the mask is of another slice or K,V view"
         return self._masked_forward(q_BLNH, k_BKGH, v_BKGH, causal, scale, mask)
 
@@ -78,15 +78,15 @@ class AttentionKernel(ABC):
         check_shapes(q_BLNH, k_BKGH, v_BKGH, causal=causal)
         tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL
         if mask is None:
-            return self._backward(*tensors, causal, scale)
+            return self._backward(*tensors, causal, None, scale)
         assert mask.shape_BLK == (*q_BLNH.shape[:2], k_BKGH.shape[1]), "the mask is of another slice or K,V view"
         return self._masked_backward(*tensors, causal, scale, mask)
 
     @abstractmethod
     def _forward(
-        self, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, causal: bool, scale: float
+        self, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, causal: bool, left: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """`forward` where every query sees every key, or with `causal` every earlier one."""
+        """`forward` where every query sees all keys, or with ``causal`` the earlier ones; ``left`` as in `Block`."""
 
     @abstractmethod
     def _backward(
@@ -98,20 +98,24 @@ class AttentionKernel(ABC):
         out_BLNH: Tensor,
         lse_BNL: Tensor,
         causal: bool,
+        left: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`backward` where every query sees every key, or with `causal` every earlier one."""
+        """`backward` where every query sees all keys, or with ``causal`` the earlier ones; ``left`` as in `Block`."""
 
     def _masked_forward(
         self, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, causal: bool, scale: float, mask: Mask
     ) -> tuple[Tensor, Tensor]:
+        if mask.is_one_band:
+            return self._forward(q_BLNH, k_BKGH, v_BKGH, causal, mask.left, scale)
         B, L, N, _ = q_BLNH.shape
         wide = wide_dtype(q_BLNH.dtype)
         out_BLNH = q_BLNH.new_zeros((B, L, N, v_BKGH.shape[-1]), dtype=wide)
         lse_BNL = q_BLNH.new_full((B, N, L), -float("inf"), dtype=wide)
         for block in mask.blocks:
             rows, queries, keys = block.rows, block.queries, block.keys
-            part = self._forward(q_BLNH[rows, queries], k_BKGH[rows, keys], v_BKGH[rows, keys], causal, scale)
+            kv = k_BKGH[rows, keys], v_BKGH[rows, keys]
+            part = self._forward(q_BLNH[rows, queries], *kv, causal, block.left, scale)
             # A query whose keys lie in several blocks sees their union.
             merged = merge(out_BLNH[rows, queries], lse_BNL[rows, :, queries], *part)
             out_BLNH[rows, queries], lse_BNL[rows, :, queries] = merged
@@ -129,6 +133,9 @@ class AttentionKernel(ABC):
         scale: float,
         mask: Mask,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if mask.is_one_band:
+            tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL
+            return self._backward(*tensors, causal, mask.left, scale)
         dq_BLNH = q_BLNH.new_zeros(q_BLNH.shape, dtype=wide_dtype(q_BLNH.dtype))
         dk_BKGH, dv_BKGH = k_BKGH.new_zeros(k_BKGH.shape), v_BKGH.new_zeros(v_BKGH.shape)
         for block in mask.blocks:
@@ -141,6 +148,7 @@ class AttentionKernel(ABC):
                 out_BLNH[rows, queries],
                 lse_BNL[rows, :, queries],
                 causal,
+                block.left,
                 scale,
             )
             dq_BLNH[rows, queries] += dq_part

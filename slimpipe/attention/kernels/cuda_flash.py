@@ -37,17 +37,17 @@ class CudaFlashKernel(AttentionKernel):
         return None
 
     def _masked_forward(self, q_BLNH, k_BKGH, v_BKGH, causal, scale, mask):
-        if not causal:
+        if not causal or mask.is_one_band:
             return super()._masked_forward(q_BLNH, k_BKGH, v_BKGH, causal, scale, mask)
         B, L, N, _ = q_BLNH.shape
         q_TNH, k_TGH, v_TGH = (x.flatten(0, 1) for x in (q_BLNH, k_BKGH, v_BKGH))
         cu_seqlens, longest = mask.cu_seqlens(q_BLNH.device)
-        out_TNH, lse_NT = self._segments_forward(q_TNH, k_TGH, v_TGH, cu_seqlens, longest, scale)
+        out_TNH, lse_NT = self._segments_forward(q_TNH, k_TGH, v_TGH, cu_seqlens, longest, mask.left, scale)
         assert lse_NT.shape == (N, B * L), f"LSE of segments came as {tuple(lse_NT.shape)}"
         return out_TNH.unflatten(0, (B, L)), lse_NT.unflatten(1, (B, L)).transpose(0, 1)
 
     def _masked_backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, scale, mask):
-        if not causal:
+        if not causal or mask.is_one_band:
             return super()._masked_backward(dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, scale, mask)
         B, L = q_BLNH.shape[:2]
         dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH = (
@@ -55,15 +55,24 @@ class CudaFlashKernel(AttentionKernel):
         )
         lse_NT = lse_BNL.transpose(0, 1).flatten(1).contiguous()
         cu_seqlens, longest = mask.cu_seqlens(q_BLNH.device)
-        grads = self._segments_backward(dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, scale)
+        grads = self._segments_backward(
+            dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, mask.left, scale
+        )
         dq_BLNH, dk_BLGH, dv_BLGH = (grad.unflatten(0, (B, L)) for grad in grads)
         return dq_BLNH, dk_BLGH, dv_BLGH
 
     @abstractmethod
     def _segments_forward(
-        self, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+        self,
+        q_TNH: Tensor,
+        k_TGH: Tensor,
+        v_TGH: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        left: int | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention inside each segment: out_TNH and lse_NT."""
+        """Causal attention inside each segment, with ``left`` as `Block`: out_TNH and lse_NT."""
 
     @abstractmethod
     def _segments_backward(
@@ -76,6 +85,7 @@ class CudaFlashKernel(AttentionKernel):
         lse_NT: Tensor,
         cu_seqlens: Tensor,
         longest: int,
+        left: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of causal attention inside each segment: dq_TNH, dk_TGH, dv_TGH."""
+        """Gradient of that: dq_TNH, dk_TGH, dv_TGH."""

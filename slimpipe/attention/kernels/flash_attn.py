@@ -52,13 +52,13 @@ class FlashAttnKernel(CudaFlashKernel):
     def _interface(self) -> ModuleType | Any:
         return self._functions or importlib.import_module("flash_attn.flash_attn_interface")
 
-    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, scale):
+    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, left, scale):
         out_BLNH, lse_BNL, *_ = self._interface()._flash_attn_forward(
             q_BLNH, k_BKGH, v_BKGH, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN
         )
         return out_BLNH, lse_BNL
 
-    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, scale):
+    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, left, scale):
         grads = tuple(x.new_empty(x.shape) for x in (q_BLNH, k_BKGH, v_BKGH))
         tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL.contiguous()
         self._interface()._flash_attn_backward(
@@ -66,14 +66,14 @@ class FlashAttnKernel(CudaFlashKernel):
         )
         return grads
 
-    def _segments_forward(self, q_TNH, k_TGH, v_TGH, cu_seqlens, longest, scale):
+    def _segments_forward(self, q_TNH, k_TGH, v_TGH, cu_seqlens, longest, left, scale):
         segments = cu_seqlens, cu_seqlens, longest, longest
         out_TNH, lse_NT, *_ = self._interface()._flash_attn_varlen_forward(
             q_TNH, k_TGH, v_TGH, *segments, softmax_scale=scale, causal=True, return_softmax=False, **_PLAIN
         )
         return out_TNH, lse_NT
 
-    def _segments_backward(self, dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, scale):
+    def _segments_backward(self, dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, left, scale):
         grads = tuple(x.new_empty(x.shape) for x in (q_TNH, k_TGH, v_TGH))
         tensors = dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT
         segments = cu_seqlens, cu_seqlens, longest, longest

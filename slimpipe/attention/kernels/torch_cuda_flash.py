@@ -33,7 +33,7 @@ class TorchCudaFlashKernel(CudaFlashKernel):
             return "needs a PyTorch that was built with flash attention"
         return reason
 
-    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, scale):
+    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, left, scale):
         L, K = q_BLNH.shape[1], k_BKGH.shape[1]
         q_BLNH, k_BKGH, v_BKGH = map(head_dim_contiguous, (q_BLNH, k_BKGH, v_BKGH))
         out_BLNH, lse_BNL, *_ = self._forward_op(
@@ -41,20 +41,20 @@ class TorchCudaFlashKernel(CudaFlashKernel):
         )
         return out_BLNH, lse_BNL
 
-    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, scale):
+    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, left, scale):
         L, K = q_BLNH.shape[1], k_BKGH.shape[1]
         q_BLNH, k_BKGH, v_BKGH = map(head_dim_contiguous, (q_BLNH, k_BKGH, v_BKGH))
         tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL.contiguous()
         return self._backward_op(*tensors, None, None, L, K, 0.0, causal, *_no_dropout(q_BLNH), scale=scale)
 
-    def _segments_forward(self, q_TNH, k_TGH, v_TGH, cu_seqlens, longest, scale):
+    def _segments_forward(self, q_TNH, k_TGH, v_TGH, cu_seqlens, longest, left, scale):
         q_TNH, k_TGH, v_TGH = map(head_dim_contiguous, (q_TNH, k_TGH, v_TGH))
         out_TNH, lse_NT, *_ = self._forward_op(
             q_TNH, k_TGH, v_TGH, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False, scale=scale
         )
         return out_TNH, lse_NT
 
-    def _segments_backward(self, dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, scale):
+    def _segments_backward(self, dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, left, scale):
         q_TNH, k_TGH, v_TGH = map(head_dim_contiguous, (q_TNH, k_TGH, v_TGH))
         tensors = dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT
         segments = cu_seqlens, cu_seqlens, longest, longest

@@ -16,7 +16,7 @@ def _dense(q_BLNH, k_BKGH, v_BKGH, visible_BLK, scale):
     return torch.einsum("bnlk,bknh->blnh", weights, v), torch.logsumexp(scores, -1)
 
 
-def _sliced(kernel, q, k, v, dout, documents, orders, scale):
+def _sliced(kernel, q, k, v, dout, documents, orders, scale, *, window=None):
     """Attention of a whole sequence in slices, as a pipeline stage runs it, forward and then backward in reverse.
 
     `orders[i]` is the order in which the past of slice i lies in its K,V view; the view is a part of a larger buffer.
@@ -27,8 +27,10 @@ def _sliced(kernel, q, k, v, dout, documents, orders, scale):
 
     def parts(index):
         own = k[:, cut[index]], v[:, cut[index]]
-        yield cut[index].start + torch.arange(L), own, dict(causal=True, mask=documents.own_mask(index))
-        past_mask = documents.past_mask(index, orders[index]) if index else None
+        seen = {"window": window, "num_rows": len(q)}
+        yield cut[index].start + torch.arange(L), own, dict(causal=True, mask=documents.own_mask(index, **seen))
+        slots = [(held * L, (held + 1) * L) for held in orders[index]]
+        past_mask = documents.part_mask(index, slots, **seen) if index else None
         if index and not (past_mask and past_mask.sees_nothing):
             tokens = torch.cat([torch.arange(L) + held * L for held in orders[index]])
             buffers = [x.new_full((len(x), len(tokens) + 2 * L, *x.shape[2:]), float("nan")) for x in (k, v)]

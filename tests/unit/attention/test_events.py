@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimpipe.attention.events import AttentionLayer, Event, Learner, Phase, StageEvents
+from slimpipe.attention.events import AttentionCall, AttentionLayer, Event, Learner, Phase, StageEvents
 from slimpipe.attention.kernels import choose_kernel
 from slimpipe.attention.kv_store import LayerStore, SlotBuffers
 from slimpipe.program import SlotPlan, Unit, build_program, plan_slots
@@ -29,7 +29,7 @@ def run(learner: Learner, plan: SlotPlan, phase: Phase, events: list[Event], *, 
     for event in events:
         stores[event.layer].append(UNIT, k, v)
         kernel = choose_kernel("reference", q, k, v)
-        watch.begin(event.kind, stores[event.layer], (q,), kernel=kernel, scale=scale)
+        watch.begin(event.kind, stores[event.layer], (q,), AttentionCall(kernel, scale, None))
         watch.serve()
         assert list(watch.replies()) == []
     watch.finish()
