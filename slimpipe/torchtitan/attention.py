@@ -15,15 +15,18 @@ from slimpipe.attention.slice_attention import SliceAttention
 
 
 class TitanSliceAttention(SliceAttention, Module):
-    """`SliceAttention` with a torchtitan config: an inner attention for any layer with plain causal attention."""
+    """`SliceAttention` with a torchtitan config: for any layer with causal attention, in a window or not."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
         kernel: str = "auto"
         """Attention kernel, see `slimpipe.SlimPipeOptions.kernel`."""
 
+        window: int | None = None
+        """Sliding window: of the last tokens, how many a query sees, itself included; None for all."""
+
     def __init__(self, config: Config) -> None:
-        super().__init__(kernel=config.kernel)
+        super().__init__(kernel=config.kernel, window=config.window)
 
 
 def with_documents(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -20,7 +20,7 @@ from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
 from slimpipe.torchtitan.degrees import broken_degree
-from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe
+from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe, window_of
 
 
 class ConfigError(ValueError):
@@ -155,7 +155,7 @@ def check(config: SlimPipeTrainerConfig) -> None:
 def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
     """Checks final values and puts SlimPipe's parts into the model and the loss.
 
-    Every layer's inner attention becomes `TitanSliceAttention`, under torch's schedules too, where it is plain causal
+    Every layer's inner attention becomes `TitanSliceAttention`, under torch's schedules too, where it is causal
     attention that keeps documents apart. `config` is left as it is. Nothing is communicated or written.
 
     Returns:
@@ -179,7 +179,9 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         )
     model = copy.deepcopy(spec.model)
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
-        attention.inner_attention = TitanSliceAttention.Config(kernel=config.slimpipe.kernel)
+        attention.inner_attention = TitanSliceAttention.Config(
+            kernel=config.slimpipe.kernel, window=window_of(attention.inner_attention)
+        )
     spec = dataclasses.replace(
         spec,
         model=model,

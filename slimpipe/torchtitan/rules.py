@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from slimpipe.torchtitan.config import SlimPipeTrainerConfig
 
 # Exact classes: a subclass may mean another attention than causal within documents.
-_PLAIN_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
+_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
+_NO_WINDOW = (-1, 0)
 
 # Exact classes here too: quantized and low-rank ones keep more than rows.
 _PLAIN_MATRICES: dict[str, Any] = {"lm_head": Linear.Config, "tok_embeddings": Embedding.Config}
@@ -79,10 +80,11 @@ def _model_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
             f"pipeline parallelism cannot run; choose a flavor with separate weights, for example 'debugmodel' or '8B'"
         )
     for index, layer in enumerate(_layers(model)):
-        if not _is_plain_causal(getattr(layer, "attention", None)):
+        if not _is_causal(getattr(layer, "attention", None)):
             yield (
-                f"model.name = {config.model_spec.name!r}: the attention of layer {index} is not plain causal "
-                "grouped-query attention, the only one SlimPipe can slice so far; choose a model like 'llama3'"
+                f"model.name = {config.model_spec.name!r}: the attention of layer {index} is not causal "
+                "grouped-query attention, in a sliding window or not, the only one SlimPipe can slice so far; choose a "
+                "model like 'llama3'"
             )
             break
     for name, part, _, _ in model.traverse(Configurable.Config, recurse=True):
@@ -252,11 +254,18 @@ def _layers(model: object) -> list:
     return list(getattr(model, "layers", None) or [])
 
 
-def _is_plain_causal(attention: Any) -> bool:
+def window_of(inner_attention: Any) -> int | None:
+    """The sliding window of a causal inner attention, in tokens seen, the query's own included; None if it has none."""
+    before, _ = getattr(inner_attention, "window_size", _NO_WINDOW)
+    return None if before < 0 else before + 1
+
+
+def _is_causal(attention: Any) -> bool:
     """Whether our attention may take the place of the inner attention, all else staying the same."""
-    if type(attention) is not GQAttention.Config or type(attention.inner_attention) not in _PLAIN_CAUSAL:
+    if type(attention) is not GQAttention.Config or type(attention.inner_attention) not in _CAUSAL:
         return False
-    return getattr(attention.inner_attention, "window_size", (-1, 0)) == (-1, 0)
+    before, after = getattr(attention.inner_attention, "window_size", _NO_WINDOW)
+    return before >= -1 and after == 0
 
 
 def _torch_knows(schedule: str) -> bool:

@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from torchtitan.config import ConfigManager
 from torchtitan.models import llama3
 from torchtitan.models.common import Linear
-from torchtitan.models.common.attention import BaseAttention
+from torchtitan.models.common.attention import BaseAttention, VarlenAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from slimpipe.options import SlimPipeOptions
@@ -263,19 +263,23 @@ def test_models_that_cannot_be_sliced():
 
         model.norm = Norm(normalized_shape=256)
 
-    assert "the attention of layer 1 is not plain causal" in refusal(with_model(no_attention))
-    assert "the attention of layer 2 is not plain causal" in refusal(with_model(other_attention))
+    assert "the attention of layer 1 is not causal" in refusal(with_model(no_attention))
+    assert "the attention of layer 2 is not causal" in refusal(with_model(other_attention))
     assert refusal(with_model(dropout)) == "model: norm.dropout = 0.1: dropout is not supported; nearest legal value: 0"
     config.model_spec = None
     assert refusal(config).startswith("model: no model was chosen")
 
 
-def test_window_attention_is_refused():
+def test_windows_of_varlen_attention_are_kept():
     config = llama3_debug()
     config.model_spec = llama3.model_registry("debugmodel", attn_backend="varlen")
-    check(config)
-    config.model_spec.model.layers[0].attention.inner_attention.window_size = (127, 0)
-    assert "the attention of layer 0" in refusal(config)
+    layers = config.model_spec.model.layers
+    layers[1].attention.inner_attention = VarlenAttention.Config(window_size=(127, 0))  # before the query's own token
+    prepared = prepare(config).model_spec.model.layers
+    assert [layer.attention.inner_attention.window for layer in prepared[:3]] == [None, 128, None]
+    for size in ((-1, -1), (127, 1)):
+        layers[0].attention.inner_attention = VarlenAttention.Config(window_size=size)
+        assert "the attention of layer 0 is not causal" in refusal(config)
 
 
 def sharing(change=lambda model: None, **sections):
