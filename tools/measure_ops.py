@@ -194,7 +194,15 @@ def _sliced(setting: OpsSetting, num_slices: int, rank: int, parts: dict[int, De
         options=options,
     )
     transport: Any = NoMessages(_message(setting, setting.seq_len // num_slices))
-    executor = Executor(program, rank=rank, stages=stages, transport=transport, options=options, meter=None)
+    executor = Executor(
+        program,
+        rank=rank,
+        stages=stages,
+        device=torch.device("cpu"),
+        transport=transport,
+        options=options,
+        meter=None,
+    )
 
     def run() -> tuple[list[tuple[Key, float]], int]:
         executor.run(batch, loss_kwargs=None, keep_outputs=False)

@@ -15,12 +15,13 @@ from slimpipe.planner.timeline import Timeline
 from slimpipe.program import Program, build_program
 from slimpipe.runtime.agreement import StepShape, agree
 from slimpipe.runtime.batch import Batch
-from slimpipe.runtime.executor import Executor, StepRecord
+from slimpipe.runtime.executor import Executor
 from slimpipe.runtime.executors import ExchangeRefusedError, Executors
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.runtime.microbatches import Microbatches, check_pre_split, split_batch
+from slimpipe.runtime.record import StepRecord
 from slimpipe.runtime.recording import gather_timeline
-from slimpipe.runtime.refusals import refuse_tied_weights
+from slimpipe.runtime.refusals import check_backend, refuse_tied_weights
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.vocabulary_checks import check_vocabulary, loss_kwargs_hash, vocab_parallel, vocabulary_hash
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
@@ -114,7 +115,9 @@ class SlimPipeSchedule:
         Returns:
             The merged outputs on the rank of the last stage if ``return_outputs``, else None.
 
-        Collectives: one small all-gather on the stages' group, then the program's messages on groups of their own.
+        Collectives: one small all-gather on the stages' group, then the program's messages on groups of their own. On a
+        GPU the host waits for that all-gather (and reads positions, if there are any), and from the first instruction
+        to the last for nothing, save in the first step of a batch shape.
 
         Raises:
             ValueError: The arguments cannot be run in slices; raised on every rank before any activation is sent.
@@ -291,6 +294,8 @@ class SlimPipeSchedule:
         """Examine the modules at the first step: users may still replace `stage.submod` after making the schedule."""
         if self._stages_by_index:
             return
+        if self._group is not None:
+            check_backend(torch.device(self._torch_stages[0].device))
         stages = {
             stage.stage_index: Stage(
                 stage.submod,

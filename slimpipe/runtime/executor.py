@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,47 +14,12 @@ from slimpipe.attention.kv_store import SlotBuffers
 from slimpipe.options import SlimPipeOptions
 from slimpipe.program import Channel, Instruction, Op, Program, SlotPlan, Unit, plan_slots
 from slimpipe.runtime.batch import Batch
+from slimpipe.runtime.clock import clock_of
 from slimpipe.runtime.meter import MemoryMeter
+from slimpipe.runtime.record import Recorder, StepRecord
 from slimpipe.runtime.stage import Stage
 from slimpipe.runtime.vocabulary import SharedVocabulary
 from slimpipe.transport import Receive, TensorMeta, Transport, lost_rank
-
-
-@dataclass(frozen=True, slots=True)
-class InstructionTime:
-    """When an instruction ran, in seconds of `time.perf_counter`."""
-
-    instruction: Instruction
-    start: float
-    end: float
-    waited: float
-    """Of that, waiting for a message."""
-    num_bytes: int = 0
-    """Of the message that it sent or waited for."""
-
-
-@dataclass
-class StepRecord:
-    """What one step measured. Bytes and message counts only where memory is measured."""
-
-    peak_live_units: int = 0
-    peak_kv_bytes: int = 0
-    peak_carry_bytes: int = 0
-    peak_receives: int = 0
-    """Most receives posted and not yet used in one direction."""
-    peak_sends: int = 0
-    """Most sends under way on one channel."""
-    peak_message_bytes: int = 0
-    """Bytes of both."""
-    peak_held_bytes: int = 0
-    """Of K,V and dK,dV held for other ranks."""
-    exchange_bytes: int = 0
-    """Bytes that this rank sent to give away, or take over, attention; counted always, as are the seconds."""
-    exchange_wait_seconds: float = 0.0
-    """Time this rank waited in the exchange."""
-    vocabulary_wait_seconds: float = 0.0
-    """Time this rank spent in collectives of the shared vocabulary."""
-    times: list[InstructionTime] = field(default_factory=list)
 
 
 class _Step:
@@ -73,8 +36,9 @@ class _Step:
         """By send instruction: tensors that wait for it, or for the neighbouring stage on this very rank."""
         self.metas: dict[int, TensorMeta] = {}
         """Shape and dtype of each stage's output, hence of the gradient that comes back."""
-        self.waited, self.num_bytes = 0.0, 0
-        """Of the instruction that runs: seconds waited, and bytes of its message."""
+        self.recorder: Recorder | None = None
+        self.num_bytes = 0
+        """Of the message of the instruction that runs."""
 
     def add_loss(self, unit: Unit, loss: torch.Tensor) -> None:
         """Add the loss of a slice to that of its microbatch."""
@@ -89,6 +53,7 @@ class Executor:
         program: The program; its ranks, slices and microbatches must be those of the batches given to `run`.
         rank: Pipeline rank.
         stages: This rank's stages by global index.
+        device: Where the stages run.
         transport: The rank's channels; None when one rank holds every stage.
         options: Options of the schedule.
         meter: Where saved bytes are counted; None to count nothing.
@@ -102,6 +67,7 @@ class Executor:
         *,
         rank: int,
         stages: dict[int, Stage],
+        device: torch.device,
         transport: Transport | None,
         options: SlimPipeOptions,
         meter: MemoryMeter | None,
@@ -117,7 +83,7 @@ class Executor:
         self._plans = _plan_together(program, stages)
         self._buffers: dict[int, list[SlotBuffers]] = {}
         """By number of attention layers, see `_plan_together`."""
-        self._transport, self._options, self._meter = transport, options, meter
+        self._device, self._transport, self._options, self._meter = device, transport, options, meter
         self._handlers: dict[Op, Callable[[_Step, Instruction], None]] = {
             Op.RECEIVE_FORWARD: self._receive_forward,
             Op.FORWARD: self._forward,
@@ -161,7 +127,9 @@ class Executor:
         try:
             if self._vocabulary is not None:
                 self._vocabulary.begin(self.program, batch, loss_kwargs=loss_kwargs)
-            run = self._run_and_record if self._options.record_times else self._run
+            if self._options.record_times:
+                step.recorder = Recorder(clock_of(self._device))
+            run = self._run_and_record if step.recorder else self._run
             for instruction in self.program.instructions[self._rank]:
                 run(step, instruction)
             instruction = None
@@ -183,6 +151,8 @@ class Executor:
         for stage in self._stages.values():
             stage.end()
         self._buffers.clear()
+        if step.recorder is not None:
+            self.record.times = step.recorder.times()
         return [loss for loss in step.losses if loss is not None], step.outputs
 
     @property
@@ -197,18 +167,18 @@ class Executor:
 
     @property
     def _waited_with_all(self) -> float:
-        """Seconds so far in the exchange and in the vocabulary's collectives."""
+        """Seconds of the host so far in the exchange and in the vocabulary's collectives."""
         return sum(part.waited for part in (self._exchange, self._vocabulary) if part is not None)
 
     def _run(self, step: _Step, instruction: Instruction) -> None:
         self._handlers[instruction.op](step, instruction)
 
     def _run_and_record(self, step: _Step, instruction: Instruction) -> None:
-        start, step.waited, step.num_bytes = time.perf_counter(), -self._waited_with_all, 0
-        self._run(step, instruction)
-        end = time.perf_counter()
-        waited = step.waited + self._waited_with_all
-        self.record.times.append(InstructionTime(instruction, start, end, waited, step.num_bytes))
+        assert step.recorder is not None
+        waited_before, step.num_bytes = self._waited_with_all, 0
+        with step.recorder.instruction(instruction) as marks:
+            self._run(step, instruction)
+        marks.waited, marks.num_bytes = self._waited_with_all - waited_before, step.num_bytes
 
     # Instructions ----------------------------------------------------------------------------------------------------
 
@@ -336,14 +306,13 @@ class Executor:
     @contextmanager
     def _messaging(self, step: _Step, instruction: Instruction, peer: int) -> Iterator[None]:
         """Count the time as waiting, and say whose message failed."""
-        start = time.perf_counter()
         try:
-            yield
+            with step.recorder.waiting() if step.recorder else nullcontext():
+                yield
         except torch.OutOfMemoryError:  # a RuntimeError, too, but nobody else's fault
             raise
         except RuntimeError as error:
             raise lost_rank(self._rank, peer, error, where=f" at {instruction}") from error
-        step.waited += time.perf_counter() - start
 
     # Measures --------------------------------------------------------------------------------------------------------
 

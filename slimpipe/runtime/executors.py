@@ -126,8 +126,11 @@ class Executors:
 
     def _reach_others(self, shape: StepShape) -> None:
         """Make, or bring up to date, the channels of the pipeline."""
+        has_new_shape, self._last_shape = shape != self._last_shape, shape
         if self._vocabulary is None and self._head is not None:
             self._vocabulary = SharedVocabulary(self._head, self._embedding, pipeline=self._group, device=self._device)
+        if self._vocabulary is not None and has_new_shape:
+            self._vocabulary.forget_shapes()
         if self._group is None:
             return
         timeout = group_timeout(self._group, self._device)
@@ -136,9 +139,8 @@ class Executors:
             self._transport = Transport(self._group, wraps=wraps, device=self._device, timeout=timeout)
         if timeout is not None and timeout != self._transport.timeout:
             self._set_timeout(timeout)  # torchtitan shortens its groups' timeouts after the first step
-        if shape != self._last_shape:
+        if has_new_shape:
             self._transport.forget_shapes()
-        self._last_shape = shape
 
     def _set_timeout(self, timeout: timedelta) -> None:
         assert self._transport is not None
@@ -159,6 +161,7 @@ class Executors:
             program,
             rank=self._rank,
             stages=self._stages,
+            device=self._device,
             transport=self._transport,
             options=self._options,
             meter=self._meter,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slimpipe.planner.timeline import KIND_OF, Span, Timeline
 from slimpipe.program import Program
 from slimpipe.program.ir import COMPUTE_OF, RECEIVE_OF
-from slimpipe.runtime.executor import InstructionTime, StepRecord
+from slimpipe.runtime.record import InstructionTime, StepRecord
 
 
 def spans_of(times: Sequence[InstructionTime], *, rank: int, origin: float) -> Iterator[Span]:
@@ -38,7 +38,8 @@ def gather_timeline(
     """The last step of all ranks. Collective over ``group``; None where there is but one rank.
 
     Clocks of ranks are compared by their time of day: to microseconds on one machine, as well as the machines' clocks
-    agree on several. On GPUs they are the hosts' times: of instructions as they are queued, not as they run.
+    agree on several. On GPUs instructions are timed as they run there, by events; what they wait for in the exchange
+    and in the vocabulary's collectives is part of their time and not told apart.
 
     Raises:
         ValueError: Nothing was recorded.

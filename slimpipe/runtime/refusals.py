@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -14,6 +17,30 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from slimpipe.torch_private import is_replicated
+
+logger = logging.getLogger(__name__)
+
+
+def check_backend(device: torch.device) -> None:
+    """Refuse, or warn of, what would stop messages between devices.
+
+    Raises:
+        ValueError: The backend of this device, which the groups of a pipeline inherit, is gloo, which passes no device
+            tensors from one rank to another.
+    """
+    if device.type == "cpu":
+        return
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if backends.get(device.type) == "gloo":
+        raise ValueError(
+            f"torch.distributed was initialised with gloo for {device.type} tensors, and gloo passes none from rank to "
+            "rank; nearest legal value: init_process_group() without a backend, or with the device's own, like 'nccl'"
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS = 1: with one hardware queue, a receive that is posted ahead can hold up the "
+            "kernels that its sender waits for; unset it, or set it to 8 or more"
+        )
 
 
 def check_module(submod: nn.Module, *, index: int, has_attention: bool) -> set[str]:

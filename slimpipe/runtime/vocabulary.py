@@ -39,15 +39,12 @@ class _Step:
     """The last unit of each instruction that adds to gradients."""
     hidden_BLD: Tensor | None = None
     """On the last rank: what the next unit's loss is computed from."""
-    hidden_meta: TensorMeta | None = None
-    """Shape and dtype of hidden states, once they are known."""
     gradient: tuple[Unit, Pending] | None = None
     """Of the newest hidden states, on its way to the last rank, in float32 or wider."""
     gradients: dict[Unit, Tensor] = field(default_factory=dict)
     """On the last rank: of hidden states whose unit has yet to run backward, in their dtype."""
     embedded: Pending | None = None
     """On its way to the first rank."""
-    embedded_meta: TensorMeta | None = None
     edges: dict[Unit, GradientEdge | None] = field(default_factory=dict)
     """Where the backward of an embedding starts; None where nothing needs one."""
     embed_backward: tuple[Unit, Pending] | None = None
@@ -88,12 +85,18 @@ class SharedVocabulary:
         self._gradient_sync = {Op.VOCABULARY: GradientSync(head)}
         if embedding is not None:
             self._gradient_sync[Op.EMBED_BACKWARD] = GradientSync(embedding)
+        self._metas: dict[str, TensorMeta] = {}
+        """What each kind of message holds, told once per batch shape: reading it makes the host wait for the device."""
         self._now: _Step | None = None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the timeout of its group, and of those of head and embedding."""
         for ranks in (self._ranks, *(module.ranks for module in self._modules)):
             ranks.set_timeout(timeout)
+
+    def forget_shapes(self) -> None:
+        """Tell shapes anew; to be called on every rank when the batch's shape changes."""
+        self._metas.clear()
 
     def close(self) -> None:
         """Destroy its group."""
@@ -110,8 +113,8 @@ class SharedVocabulary:
         for sync in self._gradient_sync.values():
             sync.set(last=False)
         batch.share(
-            tokens=None if self._embedding is None else self._share(batch.tokens, source=0),
-            targets=self._share(batch.targets, source=self._last_rank),
+            tokens=None if self._embedding is None else self._share("tokens", batch.tokens, source=0),
+            targets=self._share("labels", batch.targets, source=self._last_rank),
         )
         if not self._labels_compared and self._head.ranks.size > self._ranks.size:
             self._compare_labels(batch.targets)
@@ -182,9 +185,7 @@ class SharedVocabulary:
     def _broadcast_hidden(self) -> Tensor:
         step = self._step
         hidden_BLD, step.hidden_BLD = step.hidden_BLD, None
-        if step.hidden_meta is None:
-            step.hidden_meta = self._tell_meta(hidden_BLD, source=self._last_rank)
-        return self._broadcast(hidden_BLD, step.hidden_meta, source=self._last_rank).wait()
+        return self._broadcast("hidden", hidden_BLD, source=self._last_rank).wait()
 
     def _settle_gradient(self) -> None:
         """Wait for the newest gradient, if it is still on its way."""
@@ -194,8 +195,7 @@ class SharedVocabulary:
         (unit, pending), step.gradient = step.gradient, None
         sum_BLD = pending.wait()
         if self._ranks.rank == self._last_rank:
-            assert step.hidden_meta is not None
-            step.gradients[unit] = sum_BLD.to(step.hidden_meta.dtype)
+            step.gradients[unit] = sum_BLD.to(self._metas["hidden"].dtype)
 
     # Embedding -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class SharedVocabulary:
         part_BLD = self._embedding(ids_BL)
         if step.with_backward:
             step.edges[unit] = get_gradient_edge(part_BLD) if part_BLD.requires_grad else None
-        step.embedded_meta = TensorMeta.of(part_BLD)
+        self._metas["embedding"] = TensorMeta.of(part_BLD)  # equal on every rank, and its gradient's
         # Exact in any dtype: all terms but one are zero.
         step.embedded = self._ranks.start_sum_to(0, part_BLD.detach())
 
@@ -223,8 +223,7 @@ class SharedVocabulary:
         """Start the backward of a unit's embedding; it ends with the next one, so that its message overlaps what comes
         between. ``gradient_BLD`` is given on the first rank."""
         self._finish_embed_backward()
-        assert self._step.embedded_meta is not None
-        self._step.embed_backward = unit, self._broadcast(gradient_BLD, self._step.embedded_meta, source=0)
+        self._step.embed_backward = unit, self._broadcast("embedding", gradient_BLD, source=0)
 
     def _finish_embed_backward(self) -> None:
         step = self._step
@@ -251,12 +250,27 @@ class SharedVocabulary:
                 "group"
             )
 
-    def _share(self, mine: list[Tensor], *, source: int) -> list[Tensor]:
+    def _share(self, kind: str, mine: list[Tensor], *, source: int) -> list[Tensor]:
         """Integers that one rank was given, one tensor per microbatch, on every rank, as int64."""
         if self._ranks.size == 1:
             return mine
         stacked = torch.stack([tensor.long() for tensor in mine]) if self._ranks.rank == source else None
-        return list(self._broadcast(stacked, self._tell_meta(stacked, source=source), source=source).wait())
+        return list(self._broadcast(kind, stacked, source=source).wait())
+
+    def _broadcast(self, kind: str, tensor: Tensor | None, *, source: int) -> Pending:
+        """A tensor that ``source`` has, on every rank."""
+        if kind not in self._metas:
+            self._metas[kind] = self._tell_meta(tensor, source=source)
+        meta = self._metas[kind]
+        if self._ranks.rank != source:
+            return self._ranks.start_broadcast(source, meta.empty(self._device))
+        assert tensor is not None
+        if TensorMeta.of(tensor) != meta:
+            raise ValueError(
+                f"the {kind} that all ranks share are {tuple(tensor.shape)}, {tensor.dtype}, after {meta} in the same "
+                "or an equal step: shape and dtype must depend on nothing but the shape of the batch"
+            )
+        return self._ranks.start_broadcast(source, tensor.contiguous())
 
     def _tell_meta(self, tensor: Tensor | None, *, source: int) -> TensorMeta:
         """Shape and dtype of a tensor that ``source`` has, on every rank."""
@@ -266,10 +280,3 @@ class SharedVocabulary:
         else:
             header = TensorMeta.empty_header(self._device)
         return TensorMeta.from_header(self._ranks.start_broadcast(source, header).wait())
-
-    def _broadcast(self, tensor: Tensor | None, meta: TensorMeta, *, source: int) -> Pending:
-        """A tensor that ``source`` has, on every rank."""
-        if self._ranks.rank != source:
-            return self._ranks.start_broadcast(source, meta.empty(self._device))
-        assert tensor is not None and TensorMeta.of(tensor) == meta
-        return self._ranks.start_broadcast(source, tensor.contiguous())
