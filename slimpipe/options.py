@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 
 from slimpipe.nearest import nearest_name
 
-KERNEL_NAMES = ("auto", "reference", "torch_cpu_flash", "torch_cuda_flash", "flash_attn")
+KERNEL_NAMES = (
+    "auto",
+    "reference",
+    "torch_cpu_flash",
+    "torch_cuda_flash",
+    "torch_cudnn",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+)
 EXCHANGE_NAMES = ("auto", "on", "off")
 VOCAB_PARALLEL_NAMES = ("none", "output", "both")
 
@@ -54,8 +63,8 @@ class SlimPipeOptions:
 
     kernel: str = "auto"
     """Attention kernel of every SliceAttention that does not choose one itself: "auto", "reference",
-    "torch_cpu_flash", "torch_cuda_flash" or "flash_attn". "auto" takes the fastest one that serves the device, dtype
-    and head sizes at hand."""
+    "torch_cpu_flash", "torch_cuda_flash", "torch_cudnn", "flash_attn" (2.7 or newer), "flash_attn_3" or "flash_attn_4".
+    "auto" takes the fastest one that serves the device, dtype and head sizes at hand; "torch_cudnn" only by name."""
 
     sliced_kwargs: tuple[str, ...] = ("positions",)
     """Names of keyword arguments of the model that are cut along seq_dim together with the tokens. Every other keyword

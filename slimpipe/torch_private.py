@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -94,3 +96,12 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def is_replicated(module: nn.Module) -> bool:
     """Whether composable `replicate`, which is DistributedDataParallel, was applied to this very module."""
     return "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
+
+
+def parameters_of(function: Callable) -> dict[str, bool]:
+    """The names of a function's parameters, and whether each must be given; a custom op hides them from `inspect`."""
+    if isinstance(function, torch.library.CustomOpDef):
+        arguments = function._opoverload._schema.arguments
+        return {argument.name: not argument.has_default_value() for argument in arguments}
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter.default is parameter.empty for parameter in parameters}

@@ -229,7 +229,7 @@ class SharedPhase:
                 held.add(transfer.sent, *self._kv.pop((transfer, event.layer)).wait())
         k_BKGH, v_BKGH = held.rows(transfer.rows)
         q_BLNH = request[0]
-        kernel = choose_kernel(facts.kernel, q_BLNH, k_BKGH, v_BKGH)
+        kernel = choose_kernel(facts.kernel, q_BLNH, k_BKGH, v_BKGH, window=facts.window is not None)
         mask, scale = self._mask(transfer, facts), facts.scale
         if event.kind is Phase.FORWARD:
             reply = [*kernel.forward(q_BLNH, k_BKGH, v_BKGH, causal=False, mask=mask, scale=scale)]

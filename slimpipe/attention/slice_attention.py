@@ -90,7 +90,7 @@ class SliceAttention(nn.Module):
         name = self.kernel
         if name == "auto" and isinstance(attention_masks, SliceContext):
             name = attention_masks.kernel
-        kernel = choose_kernel(name, q_BLNH, k_BLNH, v_BLNH)
+        kernel = choose_kernel(name, q_BLNH, k_BLNH, v_BLNH, window=self.window is not None)
         if isinstance(attention_masks, SliceContext):
             layer = attention_masks.layer(self)
             call = AttentionCall(kernel, scale, self.window)

@@ -48,7 +48,8 @@ class SlimPipeSection:
     0, so that layers are even."""
 
     kernel: str = "auto"
-    """Attention kernel: auto, reference, torch_cpu_flash, torch_cuda_flash or flash_attn."""
+    """Attention kernel: auto, reference, torch_cpu_flash, torch_cuda_flash, torch_cudnn, flash_attn, flash_attn_3 or
+    flash_attn_4."""
 
     keep_attention_output: bool = True
     """Under activation checkpointing, keep each attention's output and LSE, so that recomputing a layer does not run

@@ -18,7 +18,7 @@ from slimpipe.program import check as prove
 from slimpipe.torchtitan.config import ConfigError, SlimPipeTrainerConfig
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import check_num_ranks, product_of_degrees
-from slimpipe.torchtitan.rules import broken_rules, runs_slimpipe
+from slimpipe.torchtitan.rules import broken_rules, runs_slimpipe, window_of
 from slimpipe.torchtitan.shown import setting_of_config, slice_shape
 from slimpipe.torchtitan.toml import load_toml
 
@@ -124,9 +124,10 @@ def _look_at_kernels(findings: Findings, config: SlimPipeTrainerConfig, device: 
     dtype = getattr(torch, config.training.mixed_precision_param, torch.bfloat16)
     q_BLNH = torch.empty(1, 1, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
     k_BKGH = torch.empty(1, 1, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
-    findings.kernels = refusals(q_BLNH, k_BKGH, k_BKGH)
+    window = any(window_of(layer.attention.inner_attention) for layer in config.model_spec.model.layers)
+    findings.kernels = refusals(q_BLNH, k_BKGH, k_BKGH, window=window)
     try:
-        findings.kernel = choose_kernel(config.slimpipe.kernel, q_BLNH, k_BKGH, k_BKGH).name
+        findings.kernel = choose_kernel(config.slimpipe.kernel, q_BLNH, k_BKGH, k_BKGH, window=window).name
     except ValueError as error:
         findings.errors.append(f"slimpipe.{error}")
 

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from slimpipe import cli
+from slimpipe.options import KERNEL_NAMES
 from slimpipe.program import ProgramError
 from tests.unit.test_cli import CONFIG
 
@@ -35,7 +36,7 @@ def test_as_json(config_file, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and not found["errors"]
     assert found["versions"]["torchtitan"] == "0.3.0"
-    assert set(found["kernels"]) == {"reference", "torch_cpu_flash", "torch_cuda_flash", "flash_attn"}
+    assert {"auto", *found["kernels"]} == set(KERNEL_NAMES)
     assert found["kernels"][found["kernel"]] is None
     assert found["num_ranks"] == 4
 

@@ -7,20 +7,36 @@ from torch import Tensor
 
 from slimpipe.attention.kernels.base import AttentionKernel, check_shapes
 from slimpipe.attention.kernels.flash_attn import FlashAttnKernel
+from slimpipe.attention.kernels.flash_attn_3 import FlashAttn3Kernel
+from slimpipe.attention.kernels.flash_attn_4 import FlashAttn4Kernel
 from slimpipe.attention.kernels.reference import ReferenceKernel
 from slimpipe.attention.kernels.torch_cpu_flash import TorchCpuFlashKernel
 from slimpipe.attention.kernels.torch_cuda_flash import TorchCudaFlashKernel
+from slimpipe.attention.kernels.torch_cudnn import TorchCudnnKernel
 from slimpipe.options import check_kernel_name
 
-# Fastest first. Both CUDA kernels are FlashAttention-2; PyTorch's own needs no package of matching version.
-_FASTEST_FIRST = (TorchCpuFlashKernel, TorchCudaFlashKernel, FlashAttnKernel, ReferenceKernel)
+# Fastest first: each FlashAttention on the GPUs it was written for. PyTorch's own FlashAttention-2 needs no package of
+# matching version, so it comes before the same from a package.
+_FASTEST_FIRST: tuple[type[AttentionKernel], ...] = (
+    TorchCpuFlashKernel,
+    FlashAttn3Kernel,
+    FlashAttn4Kernel,
+    TorchCudaFlashKernel,
+    FlashAttnKernel,
+    ReferenceKernel,
+)
+_BY_NAME_ONLY: tuple[type[AttentionKernel], ...] = (TorchCudnnKernel,)
+_WITHOUT_WINDOWS = (TorchCudnnKernel,)
 
 
-def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> AttentionKernel:
+def choose_kernel(
+    name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, window: bool = False
+) -> AttentionKernel:
     """The kernel called `name` or, for "auto", the fastest one that serves tensors like these.
 
-    Depends on nothing but name, device, dtype and head sizes: the caller may keep the answer for as long as those last.
-    Every kernel serves every mask.
+    Depends on nothing but the arguments' name, device, dtype and head sizes, and on whether PyTorch is to be
+    deterministic: the caller may keep the answer for as long as those last. The kernel serves every mask, those of
+    sliding windows where ``window`` is set.
 
     Raises:
         ValueError: the name is unknown, the shapes do not fit together, or the kernel refuses; the message gives the
@@ -28,26 +44,37 @@ def choose_kernel(name: str, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> 
     """
     check_kernel_name(name)
     check_shapes(q_BLNH, k_BKGH, v_BKGH)
-    tensors = q_BLNH, k_BKGH, v_BKGH
-    reasons: dict[str, str] = {}
-    for kernel in (kind() for kind in _FASTEST_FIRST if name in ("auto", kind.name)):
-        reason = kernel.refusal(*tensors)
-        if reason is None:
-            return kernel
-        reasons[kernel.name] = reason
     if name == "auto":
+        reasons: dict[str, str] = {}
+        for kind in _FASTEST_FIRST:
+            kernel = kind()
+            reason = _refusal(kernel, q_BLNH, k_BKGH, v_BKGH, window)
+            if reason is None:
+                return kernel
+            reasons[kind.name] = reason
         raise ValueError(
             "kernel = 'auto': no kernel serves these tensors: " + "; ".join(map(" ".join, reasons.items()))
         )
-    others = [repr(kind.name) for kind in _FASTEST_FIRST if kind().refusal(*tensors) is None]
+    (kernel,) = (kind() for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY) if kind.name == name)
+    reason = _refusal(kernel, q_BLNH, k_BKGH, v_BKGH, window)
+    if reason is None:
+        return kernel
+    all_reasons = refusals(q_BLNH, k_BKGH, v_BKGH, window=window)
+    others = [repr(other) for other, refused in all_reasons.items() if refused is None]
     raise ValueError(
-        f"kernel = {name!r}: {name} {reasons[name]}; these tensors can be served by {', '.join(['auto', *others])}"
+        f"kernel = {name!r}: {name} {reason}; these tensors can be served by {', '.join(['auto', *others])}"
     )
 
 
-def refusals(q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> dict[str, str | None]:
+def refusals(q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, window: bool = False) -> dict[str, str | None]:
     """For every kernel, fastest first, why it cannot serve tensors like these; None where it can."""
-    return {kind.name: kind().refusal(q_BLNH, k_BKGH, v_BKGH) for kind in _FASTEST_FIRST}
+    return {kind.name: _refusal(kind(), q_BLNH, k_BKGH, v_BKGH, window) for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY)}
+
+
+def _refusal(kernel: AttentionKernel, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, window: bool) -> str | None:
+    if window and isinstance(kernel, _WITHOUT_WINDOWS):
+        return "has no sliding windows"
+    return kernel.refusal(q_BLNH, k_BKGH, v_BKGH)
 
 
 def check_kernel_runs(name: str, *, device: torch.device) -> None:

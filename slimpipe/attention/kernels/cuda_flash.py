@@ -1,4 +1,4 @@
-"""What the two FlashAttention-2 bindings share: limits, documents by segments, and the layout of the LSE.
+"""What the FlashAttention bindings share: documents by segments, the layout of tensors and of the LSE, window edges.
 
 A masked causal part (documents inside a slice) is one call over segments of the B * L tokens laid end to end. A masked
 past is cropped to what is visible, one call per block (see base.py): for one batch row in slice order, a single call.
@@ -9,40 +9,62 @@ Shapes: B batch, L queries, K keys, T = B L tokens laid end to end, N query head
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from slimpipe.attention.kernels.base import AttentionKernel
+from slimpipe.attention.kernels.base import head_dim_contiguous
+from slimpipe.attention.kernels.cuda import CudaKernel
+from slimpipe.dtypes import wide_dtype
 
-_MAX_HEAD_DIM = 256
+Segments = tuple[Tensor, int] | None
+"""Bounds (int32) of segments and the longest one's length; None where tensors have a batch dimension instead."""
 
 
-class CudaFlashKernel(AttentionKernel):
-    """Results in the dtype of q, LSE in float32. float16 and bfloat16 only."""
+class CudaFlashKernel(CudaKernel):
+    """A binding: `_attend` and `_attend_backward` are one call each."""
 
-    def refusal(self, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> str | None:
-        head_dim = q_BLNH.shape[-1]
-        if q_BLNH.device.type != "cuda":
-            return f"needs tensors on a GPU; these are on {q_BLNH.device}"
-        if q_BLNH.dtype not in (torch.float16, torch.bfloat16):
-            return f"needs torch.bfloat16 or torch.float16; these tensors are {q_BLNH.dtype}"
-        if v_BKGH.shape[-1] != head_dim:
-            return f"needs one head dim; q and k have {head_dim}, v has {v_BKGH.shape[-1]}"
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-            nearest = min(max(8, round(head_dim / 8) * 8), _MAX_HEAD_DIM)
-            return f"needs a head dim of 8, 16, .. {_MAX_HEAD_DIM}; it is {head_dim}, nearest legal value: {nearest}"
-        if torch.version.hip is None and torch.cuda.get_device_capability(q_BLNH.device) < (8, 0):
-            return f"needs compute capability 8.0 (Ampere) or newer; {q_BLNH.device} is older"
-        return None
+    right_edge_is_num_keys: ClassVar[bool] = False
+    """True if a window without a limit to the right ends K keys after a query's own place, as FlashAttention-2 has it:
+    the first of more than K + 1 queries would miss keys."""
+
+    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, left, scale):
+        cut = self._cut(q_BLNH, k_BKGH, causal, left)
+        if cut is None:
+            return self._call(q_BLNH, k_BKGH, v_BKGH, None, causal, left, scale)
+        out_a_BLNH, lse_a_BNL = self._call(q_BLNH[:, :cut], k_BKGH, v_BKGH, None, False, None, scale)
+        out_b_BLNH, lse_b_BNL = self._call(q_BLNH[:, cut:], k_BKGH, v_BKGH, None, False, left, scale)
+        return torch.cat([out_a_BLNH, out_b_BLNH], 1), torch.cat([lse_a_BNL, lse_b_BNL], 2)
+
+    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, left, scale):
+        tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL
+        cut = self._cut(q_BLNH, k_BKGH, causal, left)
+        if cut is None:
+            return self._call_backward(*tensors, None, causal, left, scale)
+        parts = []
+        for rows, limit in ((slice(None, cut), None), (slice(cut, None), left)):
+            dout, q, out, lse = dout_BLNH[:, rows], q_BLNH[:, rows], out_BLNH[:, rows], lse_BNL[:, :, rows]
+            parts.append(self._call_backward(dout, q, k_BKGH, v_BKGH, out, lse, None, False, limit, scale))
+        (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
+        wide = wide_dtype(q_BLNH.dtype)
+        return torch.cat([dq_a, dq_b], 1), dk_a.to(wide).add_(dk_b), dv_a.to(wide).add_(dv_b)
+
+    def _cut(self, q_BLNH: Tensor, k_BKGH: Tensor, causal: bool, left: int | None) -> int | None:
+        """The first query that does not see all keys, where the queries before it must be attended apart."""
+        L, K = q_BLNH.shape[1], k_BKGH.shape[1]
+        if left is None or causal or L <= K + 1 or not self.right_edge_is_num_keys:
+            return None
+        assert left < K - 1, f"a window that every query sees whole: {left} of {K} keys"
+        return L - (K - 1 - left)  # at most K - 1 queries remain
 
     def _masked_forward(self, q_BLNH, k_BKGH, v_BKGH, causal, scale, mask):
         if not causal or mask.is_one_band:
             return super()._masked_forward(q_BLNH, k_BKGH, v_BKGH, causal, scale, mask)
         B, L, N, _ = q_BLNH.shape
         q_TNH, k_TGH, v_TGH = (x.flatten(0, 1) for x in (q_BLNH, k_BKGH, v_BKGH))
-        cu_seqlens, longest = mask.cu_seqlens(q_BLNH.device)
-        out_TNH, lse_NT = self._segments_forward(q_TNH, k_TGH, v_TGH, cu_seqlens, longest, mask.left, scale)
+        segments = mask.cu_seqlens(q_BLNH.device)
+        out_TNH, lse_NT = self._call(q_TNH, k_TGH, v_TGH, segments, True, mask.left, scale)
         assert lse_NT.shape == (N, B * L), f"LSE of segments came as {tuple(lse_NT.shape)}"
         return out_TNH.unflatten(0, (B, L)), lse_NT.unflatten(1, (B, L)).transpose(0, 1)
 
@@ -53,39 +75,41 @@ class CudaFlashKernel(AttentionKernel):
         dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH = (
             x.flatten(0, 1) for x in (dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH)
         )
-        lse_NT = lse_BNL.transpose(0, 1).flatten(1).contiguous()
-        cu_seqlens, longest = mask.cu_seqlens(q_BLNH.device)
-        grads = self._segments_backward(
-            dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, mask.left, scale
-        )
+        lse_NT = lse_BNL.transpose(0, 1).flatten(1)
+        segments = mask.cu_seqlens(q_BLNH.device)
+        grads = self._call_backward(dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, segments, True, mask.left, scale)
         dq_BLNH, dk_BLGH, dv_BLGH = (grad.unflatten(0, (B, L)) for grad in grads)
         return dq_BLNH, dk_BLGH, dv_BLGH
 
-    @abstractmethod
-    def _segments_forward(
-        self,
-        q_TNH: Tensor,
-        k_TGH: Tensor,
-        v_TGH: Tensor,
-        cu_seqlens: Tensor,
-        longest: int,
-        left: int | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Causal attention inside each segment, with ``left`` as `Block`: out_TNH and lse_NT."""
+    def _call(self, q, k, v, segments, causal, left, scale):
+        q, k, v = map(head_dim_contiguous, (q, k, v))
+        return self._attend(q, k, v, segments, causal, left, scale)
+
+    def _call_backward(self, dout, q, k, v, out, lse, segments, causal, left, scale):
+        dout, q, k, v, out = map(head_dim_contiguous, (dout, q, k, v, out))
+        return self._attend_backward(dout, q, k, v, out, lse.contiguous(), segments, causal, left, scale)
 
     @abstractmethod
-    def _segments_backward(
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, left: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of (B, L, N, H), with LSE (B, N, L), or inside each segment of (T, N, H), with LSE (N, T).
+
+        The head dim is contiguous, other strides are free. ``left`` as in `Block`.
+        """
+
+    @abstractmethod
+    def _attend_backward(
         self,
-        dout_TNH: Tensor,
-        q_TNH: Tensor,
-        k_TGH: Tensor,
-        v_TGH: Tensor,
-        out_TNH: Tensor,
-        lse_NT: Tensor,
-        cu_seqlens: Tensor,
-        longest: int,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        causal: bool,
         left: int | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of that: dq_TNH, dk_TGH, dv_TGH."""
+        """Gradient of that: dq, dk, dv. The LSE is contiguous."""

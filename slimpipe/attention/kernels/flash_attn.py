@@ -6,82 +6,76 @@ Shapes: B batch, L queries, K keys, T tokens laid end to end, N query heads, G K
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
+from slimpipe.attention.kernels.cuda import refuse_head_dims, refuse_older_than_ampere
+from slimpipe.attention.kernels.cuda_flash import Segments
+from slimpipe.attention.kernels.packages import PackageKernel, deterministic, parse_version
 
-from slimpipe.attention.kernels.cuda_flash import CudaFlashKernel
+_FORWARD = ("q", "k", "v", "return_softmax")
+_BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
+_SEGMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_BOTH = (
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "softcap",
+    "alibi_slopes",
+)
 
-# Dropout, window, soft cap and ALiBi switched off, by the names that forward and backward share.
-_PLAIN: dict[str, Any] = {
-    "dropout_p": 0.0,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-}
 
-
-class FlashAttnKernel(CudaFlashKernel):
-    """The package is imported when this kernel is first asked, and only for tensors that it could serve.
-
-    Args:
-        functions: Looked up instead of `flash_attn.flash_attn_interface`.
-    """
+class FlashAttnKernel(PackageKernel):
+    """FlashAttention-2 as its authors release it."""
 
     name = "flash_attn"
+    runs_on_rocm = True
+    right_edge_is_num_keys = True
+    module = "flash_attn.flash_attn_interface"
+    needs = "flash-attn 2.7 or newer of the 2.x line (pip install 'slimpipe[flash]')"
 
-    def __init__(self, *, functions: Any = None) -> None:
-        self._functions = functions
+    def _refuse_hardware(self, capability: tuple[int, int], head_dim: int, head_dim_v: int) -> str | None:
+        return refuse_older_than_ampere(capability) or refuse_head_dims(head_dim, head_dim_v, up_to=256)
 
-    def refusal(self, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor) -> str | None:
-        reason = super().refusal(q_BLNH, k_BKGH, v_BKGH)
-        if reason is not None:
-            return reason
-        try:
-            self._interface()
-        except ImportError as error:
-            return f"needs the flash-attn package (pip install 'slimpipe[flash]'); importing it failed: {error}"
+    def _calls(self, functions: Any) -> dict[str, Iterable[str]]:
+        return {
+            "_flash_attn_forward": _FORWARD + _BOTH,
+            "_flash_attn_backward": _BACKWARD + _BOTH,
+            "_flash_attn_varlen_forward": _FORWARD + _SEGMENTS + _BOTH,
+            "_flash_attn_varlen_backward": _BACKWARD + _SEGMENTS + _BOTH,
+        }
+
+    def _refuse_release(self, functions: Any) -> str | None:
         version = importlib.import_module("flash_attn").__version__
-        if not (2, 7) <= tuple(map(int, version.split(".")[:2])) < (3, 0):
-            return f"needs flash-attn 2.7 or newer of the 2.x line; {version} is installed"
-        return None
+        if (2, 7) <= parse_version(version) < (3,):
+            return None
+        return f"needs {self.needs}; {version} is installed"
 
-    def _interface(self) -> ModuleType | Any:
-        return self._functions or importlib.import_module("flash_attn.flash_attn_interface")
+    def _attend(self, q, k, v, segments, causal, left, scale):
+        functions = self._interface()
+        function = functions._flash_attn_forward if segments is None else functions._flash_attn_varlen_forward
+        out, lse, *_ = function(q=q, k=k, v=v, return_softmax=False, **_both(segments, causal, left, scale))
+        return out, lse
 
-    def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, left, scale):
-        out_BLNH, lse_BNL, *_ = self._interface()._flash_attn_forward(
-            q_BLNH, k_BKGH, v_BKGH, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN
-        )
-        return out_BLNH, lse_BNL
-
-    def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, left, scale):
-        grads = tuple(x.new_empty(x.shape) for x in (q_BLNH, k_BKGH, v_BKGH))
-        tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL.contiguous()
-        self._interface()._flash_attn_backward(
-            *tensors, *grads, softmax_scale=scale, causal=causal, deterministic=_deterministic(), **_PLAIN
-        )
-        return grads
-
-    def _segments_forward(self, q_TNH, k_TGH, v_TGH, cu_seqlens, longest, left, scale):
-        segments = cu_seqlens, cu_seqlens, longest, longest
-        out_TNH, lse_NT, *_ = self._interface()._flash_attn_varlen_forward(
-            q_TNH, k_TGH, v_TGH, *segments, softmax_scale=scale, causal=True, return_softmax=False, **_PLAIN
-        )
-        return out_TNH, lse_NT
-
-    def _segments_backward(self, dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT, cu_seqlens, longest, left, scale):
-        grads = tuple(x.new_empty(x.shape) for x in (q_TNH, k_TGH, v_TGH))
-        tensors = dout_TNH, q_TNH, k_TGH, v_TGH, out_TNH, lse_NT
-        segments = cu_seqlens, cu_seqlens, longest, longest
-        self._interface()._flash_attn_varlen_backward(
-            *tensors, *grads, *segments, softmax_scale=scale, causal=True, deterministic=_deterministic(), **_PLAIN
-        )
-        return grads
+    def _attend_backward(self, dout, q, k, v, out, lse, segments, causal, left, scale):
+        functions = self._interface()
+        function = functions._flash_attn_backward if segments is None else functions._flash_attn_varlen_backward
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        function(
+            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic(),
+            **_both(segments, causal, left, scale),
+        )  # fmt: skip
+        return dq, dk, dv
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+def _both(segments: Segments, causal: bool, left: int | None, scale: float) -> dict[str, Any]:
+    """The arguments that forward and backward share: all but the window and the segments switch things off."""
+    window_size_left = -1 if left is None else left
+    values = (0.0, scale, causal, window_size_left, -1, 0.0, None)
+    both: dict[str, Any] = dict(zip(_BOTH, values, strict=True))
+    if segments is not None:
+        cu_seqlens, longest = segments
+        both |= dict(zip(_SEGMENTS, (cu_seqlens, cu_seqlens, longest, longest), strict=True))
+    return both
