@@ -99,7 +99,7 @@ class SliceContext:
     def masks(self, num_rows: int, *, window: int | None) -> tuple[Mask | None, Mask | None]:
         """What queries see of their own keys, beside causality, and of the past view on this rank; None for all.
 
-        Less than the past itself where other ranks attend to some of it.
+        Less than the past itself where other ranks attend to some of it, or where a window hides it.
 
         Args:
             num_rows: Batch rows.
@@ -112,7 +112,8 @@ class SliceContext:
         return self._masks[key]
 
     def _past_mask(self, num_rows: int, window: int | None) -> Mask | None:
-        unit, moved = self.unit, self.sharing.moved
+        unit = self.unit
+        moved = self.sharing.moved if window is None else ()  # layers with a window keep their work
         if not unit.slice or not (self._documents.starts or moved or window):
             return None
         L = self._documents.slice_len

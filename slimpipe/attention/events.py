@@ -3,6 +3,7 @@
 In the forward of a unit every attention layer runs once. In its backward every layer's backward runs, and before it,
 where activation checkpointing recomputes the layer and its output was not kept, the layer's forward once more. Which
 events a phase has depends on the model and on the user's checkpointing; it is learned from a step without exchange.
+Layers with a sliding window have no events: their work does not grow with the context, so there is nothing to share.
 """
 
 from __future__ import annotations
@@ -103,15 +104,16 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class StageEvents:
-    """The attention layers of one stage, and the events of each phase of any of its units."""
+    """The attention layers of one stage that share their work, and the events of each phase of any of its units."""
 
-    layers: tuple[AttentionLayer, ...]
+    layers: dict[int, AttentionLayer]
+    """By index among the attention layers of the stage."""
     events: dict[Phase, tuple[Event, ...]]
 
 
 class Sharing(Protocol):
     """What attention does with other ranks in one phase of one unit. Attention calls `begin`, `serve` and `replies`
-    once in each event, in this order."""
+    once in each event, in this order, and in layers with a sliding window, for which nothing is done."""
 
     moved: Runs
     """Past tokens that other ranks attend to."""
@@ -177,7 +179,7 @@ class Learner:
             return "its attention layers run in another order from slice to slice"
         if sorted(self._layers) != list(range(len(self._layers))):
             return "not all of its attention layers ran"
-        layers = tuple(self._layers[index] for index in sorted(self._layers))
+        layers = {index: layer for index, layer in sorted(self._layers.items()) if layer.window is None}
         return StageEvents(layers, {phase: next(iter(seen), ()) for phase, seen in self._events.items()})
 
 
@@ -187,7 +189,8 @@ class _Watch(Alone):
         self._events: list[Event] = []
 
     def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None:
-        self._events.append(Event(kind, layer.index))
+        if call.window is None:
+            self._events.append(Event(kind, layer.index))
         self._learner.saw_layer(layer.index, AttentionLayer.of(tensors[0], layer, call))
 
     def finish(self) -> None:

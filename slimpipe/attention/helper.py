@@ -113,7 +113,7 @@ class SharedPhase:
         self._kv: dict[tuple[Transfer, int], Letter] = {}
         self._requests: dict[Transfer, Letter] = {}
         self._replies: list[tuple[Transfer, Letter]] = []
-        self._masks: dict[tuple[Transfer, int | None], Mask | None] = {}
+        self._masks: dict[Transfer, Mask | None] = {}
 
     # What attention calls --------------------------------------------------------------------------------------------
 
@@ -122,6 +122,8 @@ class SharedPhase:
         self._move_kv(0)
 
     def begin(self, kind: Phase, layer: LayerStore, tensors: tuple[Tensor, ...], call: AttentionCall) -> None:
+        if call.window is not None:
+            return
         event = Event(kind, layer.index)
         if self._given:
             self._check_event(event, AttentionLayer.of(tensors[0], layer, call))
@@ -139,7 +141,7 @@ class SharedPhase:
             with self._messaging(transfer.helper, transfer):
                 reply = letter.wait()
                 self._mailbox.settle(transfer.helper)  # an answer: it has got all that it was sent
-            share = len(self._facts(transfer).reply(event.kind))
+            share = len(self._facts(transfer, event.layer).reply(event.kind))
             if reply[share:]:
                 layer.add_rows_gradient(transfer.unit, transfer.dropped, *reply[share:])
             yield reply[:share]
@@ -229,8 +231,8 @@ class SharedPhase:
                 held.add(transfer.sent, *self._kv.pop((transfer, event.layer)).wait())
         k_BKGH, v_BKGH = held.rows(transfer.rows)
         q_BLNH = request[0]
-        kernel = choose_kernel(facts.kernel, q_BLNH, k_BKGH, v_BKGH, window=facts.window is not None)
-        mask, scale = self._mask(transfer, facts), facts.scale
+        kernel = choose_kernel(facts.kernel, q_BLNH, k_BKGH, v_BKGH)
+        mask, scale = self._mask(transfer), facts.scale
         if event.kind is Phase.FORWARD:
             reply = [*kernel.forward(q_BLNH, k_BKGH, v_BKGH, causal=False, mask=mask, scale=scale)]
         else:
@@ -249,22 +251,19 @@ class SharedPhase:
                 del self._exchange.held[key]
         return reply
 
-    def _mask(self, transfer: Transfer, facts: AttentionLayer) -> Mask | None:
-        """What the unit's queries see of the moved rows; one for all layers of a window."""
-        key = transfer, facts.window
-        if key not in self._masks:
+    def _mask(self, transfer: Transfer) -> Mask | None:
+        """What the unit's queries see of the moved rows; one for all layers."""
+        if transfer not in self._masks:
             documents = self._exchange.documents[transfer.unit.microbatch]
-            self._masks[key] = documents.part_mask(
-                transfer.unit.slice, transfer.rows, num_rows=facts.batch, window=facts.window
-            )
-        return self._masks[key]
+            self._masks[transfer] = documents.part_mask(transfer.unit.slice, transfer.rows)
+        return self._masks[transfer]
 
     # Facts -----------------------------------------------------------------------------------------------------------
 
     def _events(self, transfer: Transfer) -> tuple[Event, ...]:
         return self._exchange.stages[transfer.unit.stage].events[self._phase]
 
-    def _facts(self, transfer: Transfer, layer: int = 0) -> AttentionLayer:
+    def _facts(self, transfer: Transfer, layer: int) -> AttentionLayer:
         return self._exchange.stages[transfer.unit.stage].layers[layer]
 
     def _reply(self, transfer: Transfer, number: int) -> list[TensorMeta]:

@@ -173,7 +173,7 @@ class Executors:
         """Tell one another what was learned, and plan with it."""
         assert self._group is not None
         stages = self._tell(learners)
-        layers = [layer for stage in stages for layer in stage.layers]
+        layers = [layer for stage in stages for layer in stage.layers.values()]
         if not layers:
             return self._plain_executor(shape)
         costs = None

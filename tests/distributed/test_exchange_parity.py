@@ -101,3 +101,12 @@ def check_exchange(schedule, case: Case) -> None:
 def test_grid(rank_pool, p: int, part: int) -> None:
     cases = grid(p)[part::PARTS] if FULL else random.Random(p).sample(grid(p), SAMPLE[p])
     check_cases(rank_pool, cases, check_schedule=check_exchange, timeout=1100 if FULL else 240)
+
+
+def test_layers_with_a_window_keep_their_work(rank_pool) -> None:
+    common = {"num_layers": 7, "window": 6, "batch": 2, "num_kv_heads": 2, "options": exchange(1), "runs": "TTEE"}
+    cases = [
+        Case(p=p, n=6, v=v, recompute=recompute, keep_output=False, documents=documents, **common)
+        for p, v, recompute, documents in ((2, 1, True, (3, 14, 7)), (3, 2, False, None))
+    ]
+    check_cases(rank_pool, cases, check_schedule=check_exchange)

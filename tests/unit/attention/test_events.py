@@ -20,8 +20,10 @@ def plan() -> SlotPlan:
     return plan_slots(build_program(1, 2, 1, 1), [0])
 
 
-def run(learner: Learner, plan: SlotPlan, phase: Phase, events: list[Event], *, scale=0.5, dtype=torch.float32) -> None:
-    """One phase of one unit as attention reports it."""
+def run(
+    learner: Learner, plan: SlotPlan, phase: Phase, events: list[Event], *, scale=0.5, dtype=torch.float32, windows=()
+) -> None:
+    """One phase of one unit as attention reports it; layers of ``windows`` have one."""
     watch = learner.phase(phase)
     stores = [LayerStore(SlotBuffers(plan), index=index) for index in range(3)]
     watch.start(stores)
@@ -29,7 +31,9 @@ def run(learner: Learner, plan: SlotPlan, phase: Phase, events: list[Event], *, 
     for event in events:
         stores[event.layer].append(UNIT, k, v)
         kernel = choose_kernel("reference", q, k, v)
-        watch.begin(event.kind, stores[event.layer], (q,), AttentionCall(kernel, scale, None))
+        watch.begin(
+            event.kind, stores[event.layer], (q,), AttentionCall(kernel, scale, 3 if event.layer in windows else None)
+        )
         watch.serve()
         assert list(watch.replies()) == []
     watch.finish()
@@ -43,13 +47,20 @@ def test_learns_layers_and_events(plan: SlotPlan) -> None:
         run(learner, plan, FORWARD, forward)
         run(learner, plan, BACKWARD, backward)
     layer = AttentionLayer(2, 5, 4, 2, 8, 8, torch.float32, "reference", 0.5)
-    assert learner.learned() == StageEvents((layer, layer), {FORWARD: tuple(forward), BACKWARD: tuple(backward)})
+    assert learner.learned() == StageEvents({0: layer, 1: layer}, {FORWARD: tuple(forward), BACKWARD: tuple(backward)})
+
+
+def test_layers_with_a_window_have_no_events(plan: SlotPlan) -> None:
+    learner = Learner()
+    run(learner, plan, FORWARD, [Event(FORWARD, 0), Event(FORWARD, 1), Event(FORWARD, 2)], windows=(0, 2))
+    learned = learner.learned()
+    assert list(learned.layers) == [1] and learned.events[FORWARD] == (Event(FORWARD, 1),)
 
 
 def test_a_stage_without_attention(plan: SlotPlan) -> None:
     learner = Learner()
     run(learner, plan, FORWARD, [])
-    assert learner.learned() == StageEvents((), {FORWARD: (), BACKWARD: ()})
+    assert learner.learned() == StageEvents({}, {FORWARD: (), BACKWARD: ()})
 
 
 def test_layers_that_change(plan: SlotPlan) -> None:
