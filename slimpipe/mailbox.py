@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimpipe.torch_private import set_group_timeout
+from slimpipe.torch_private import destroy_group, set_group_timeout
 from slimpipe.transport import TensorMeta, lost_rank, new_pipeline_group
 
 _ALIGNMENT = 16
@@ -144,7 +144,7 @@ class Mailbox:
         """Destroy the process groups."""
         self.drop()
         for group in self._groups.values():
-            dist.destroy_process_group(group)
+            destroy_group(group)
         self._groups.clear()
 
 

@@ -55,13 +55,14 @@ def schedule_actions(
 
 
 def forget_failed_step(module: FSDPModule) -> None:
-    """Make an FSDP2 module forget a forward or backward that an exception ended, and its unreduced gradients.
+    """Make an FSDP2 module forget a forward or backward that an exception ended (from torch 2.14 on), and its unreduced
+    gradients.
 
     ``FSDPModule.reset_iter_state`` keeps those gradients, out of reach of ``zero_grad``: the next reduction would add
     them.
     """
     state = module._get_fsdp_state()
-    if state._is_root:  # known from its first forward on
+    if state._is_root and hasattr(module, "reset_iter_state"):  # root: known from its first forward on
         module.reset_iter_state()
     for group in state._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -91,6 +92,16 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
         dist.set_timeout(timeout, group)
     else:
         distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group.
+
+    Before 2.14 torch names a group after how many there are: the name would come again, and the new group would find
+    the addresses of the old one in the store. There a group stays until all of torch.distributed is shut down.
+    """
+    if hasattr(dist, "set_timeout"):  # torch 2.14
+        dist.destroy_process_group(group)
 
 
 def is_replicated(module: nn.Module) -> bool:

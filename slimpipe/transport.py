@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slimpipe.program.ir import MAX_UNMATCHED_SENDS, Channel
-from slimpipe.torch_private import set_group_timeout
+from slimpipe.torch_private import destroy_group, set_group_timeout
 
 _HEADER_LEN = 10
 _Send = list[tuple[dist.Work, torch.Tensor]]
@@ -215,7 +215,7 @@ class Transport:
         """Destroy the channels' process groups."""
         self.drop()
         for group in self._process_groups:
-            dist.destroy_process_group(group)
+            destroy_group(group)
         # Its threads live as long as a group is referred to, and gloo's wake a hundred times a second.
         self._process_groups.clear()
         self._groups.clear()

@@ -290,9 +290,11 @@ def _serve(rank: int, world_size: int, backend: str, folder: str, env: Mapping[s
 def _run(call: bytes) -> Any:
     import torch
 
+    from slimpipe.torch_private import set_group_timeout
+
     fn, args, timeout = pickle.loads(call)
     # Later than ours, so that a hang always ends with the stacks of all ranks.
-    torch.distributed.set_timeout(timedelta(seconds=timeout + 30))
+    set_group_timeout(torch.distributed.group.WORLD, timedelta(seconds=timeout + 30))
     torch.manual_seed(0)
     return fn(*args)
 

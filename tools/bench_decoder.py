@@ -82,7 +82,7 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attention_masks: object = None) -> Tensor:
         h_BLD = x if self.embedding is None else self.embedding(x)
-        frequency_H = 10000.0 ** (-torch.arange(self.half_head_dim) / self.half_head_dim)
+        frequency_H = 10000.0 ** (-torch.arange(self.half_head_dim, device=h_BLD.device) / self.half_head_dim)
         angle_BL1H = (positions[..., None] * frequency_H)[:, :, None]
         rotation = angle_BL1H.cos().to(h_BLD.dtype), angle_BL1H.sin().to(h_BLD.dtype)
         for block in self.blocks:

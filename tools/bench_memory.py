@@ -90,28 +90,34 @@ def shape_of(size: DecoderSize) -> ModelShape:
     )
 
 
+def planned_parts(
+    setting: MemorySetting | Setting, shape: tuple[int, int, int], *, rank: int, numerics: Numerics
+) -> dict[str, float]:
+    """What a rank is planned to hold, by part; ``shape`` is n, v, m, with n = 0 for torch's schedules."""
+    n, v, m = shape
+    layout = Layout(
+        tensor=1,
+        pipeline=setting.num_ranks,
+        data=1,
+        num_slices=n or 1,
+        stages_per_rank=v,
+        num_microbatches=m,
+        exchange=False,
+        schedule="SlimPipe" if n else ("1F1B" if v == 1 else "Interleaved1F1B"),
+    )
+    program = build_program(setting.num_ranks, n, v, m) if n else None
+    parts = peak_bytes(
+        shape_of(setting), layout, seq_len=setting.seq_len, rank=rank, numerics=numerics, program=program
+    )
+    # To the meter, what output layer and loss keep is like any other; so is K,V under torch's schedules.
+    parts["activations"] += parts["output"]
+    return {part: parts[part] for part in PARTS} if n else {"activations": parts["activations"] + parts["K,V"]}
+
+
 def planned(setting: MemorySetting) -> Iterator[list[dict[str, float]]]:
     """The same, planned."""
-    model, p = shape_of(setting), setting.num_ranks
-    for n, v, m in SETTINGS:
-        layout = Layout(
-            tensor=1,
-            pipeline=p,
-            data=1,
-            num_slices=n or 1,
-            stages_per_rank=v,
-            num_microbatches=m,
-            exchange=False,
-            schedule="SlimPipe" if n else ("1F1B" if v == 1 else "Interleaved1F1B"),
-        )
-        program = build_program(p, n, v, m) if n else None
-        ranks = []
-        for rank in range(p):
-            parts = peak_bytes(model, layout, seq_len=setting.seq_len, rank=rank, numerics=CPU, program=program)
-            # To the meter, what output layer and loss keep is like any other; so is K,V under torch's schedules.
-            parts["activations"] += parts["output"]
-            ranks.append(parts if n else {"activations": parts["activations"] + parts["K,V"]})
-        yield ranks
+    for shape in SETTINGS:
+        yield [planned_parts(setting, shape, rank=rank, numerics=CPU) for rank in range(setting.num_ranks)]
 
 
 def compare(setting: MemorySetting, measured: list[list[dict[str, int]]]) -> list[dict[str, Any]]:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from slimpipe import ScheduleInterleavedSlimPipe, ScheduleSlimPipe, SlimPipeOptions
+from slimpipe.dtypes import wide_dtype
 from slimpipe.runtime.meter import MemoryMeter
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 
 TORCH_SINGLE = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 SCHEDULES = (*TORCH_SINGLE, "Interleaved1F1B", "SlimPipe", "InterleavedSlimPipe")
 TOLERANCE = 1e-5
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Bench:
         num_slices: Slices per microbatch of our schedules.
         vocab_parallel: What all ranks share of the vocabulary under our schedules: "none", "output" or "both".
         options: Of our schedules.
+        device: Where it runs.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Bench:
         num_slices: int,
         vocab_parallel: str = "none",
         options: SlimPipeOptions | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = torch.device("cpu") if device is None else device
         self.name, self.vocab_parallel, self.is_ours = name, vocab_parallel, name.endswith("SlimPipe")
         self.title = title(name, num_slices=num_slices, vocab_parallel=vocab_parallel)
         self.clock = ComputeClock()
@@ -111,12 +115,11 @@ class Bench:
         self.num_calls = 2 * v * count * (num_slices if self.is_ours else 1)
         self.parts: list[nn.Module] = []
         for index in range(rank, num_stages, setting.num_ranks):
-            torch.manual_seed(0)
-            part = Decoder(setting).keep(index, num_stages, vocab_parallel=vocab_parallel).to(DTYPES[setting.dtype])
+            part = whole_decoder(setting, self._device).keep(index, num_stages, vocab_parallel=vocab_parallel)
             part.forward = self.clock.timed(part.forward)
             self.parts.append(part)
         stages: list[Any] = [
-            PipelineStage(part, rank + j * setting.num_ranks, num_stages, torch.device("cpu"))
+            PipelineStage(part, rank + j * setting.num_ranks, num_stages, self._device)
             for j, part in enumerate(self.parts)
         ]
         num_tokens = count * setting.seq_len
@@ -135,19 +138,16 @@ class Bench:
             self.schedule = TORCH_SINGLE[name](stages[0], count, loss_fn, scale_grads=False)
         else:
             self.schedule = ScheduleInterleaved1F1B(stages, count, loss_fn, scale_grads=False)
-        generator = torch.Generator().manual_seed(0)
-        shape = (count, setting.seq_len)
-        tokens, labels = (torch.randint(setting.vocab, shape, generator=generator) for _ in range(2))
+        tokens, labels = make_batch(setting, self._device)
         self._args = (tokens,) if rank == 0 else ()
-        self._kwargs = {"positions": torch.arange(setting.seq_len).expand(shape)}
+        self._kwargs = {"positions": torch.arange(setting.seq_len, device=self._device).expand_as(tokens)}
         self._target = labels if rank == setting.num_ranks - 1 else None
 
     def _share_vocabulary(
         self, setting: Setting, vocab_parallel: str
     ) -> tuple[VocabularyHead, VocabularyEmbedding | None]:
         """This rank's rows of the whole model's output layer and embedding; they are parts of their own."""
-        torch.manual_seed(0)
-        whole = Decoder(setting).to(DTYPES[setting.dtype])
+        whole = whole_decoder(setting, self._device)
         assert whole.head is not None and whole.embedding is not None
         shared: dict[str, Any] = {"group": dist.group.WORLD, "reduce_to": None}
         head = VocabularyHead.from_linear(whole.head, **shared)
@@ -220,8 +220,24 @@ def title(name: str, *, num_slices: int, vocab_parallel: str) -> str:
     return f"{name} n={num_slices}" + ("" if vocab_parallel == "none" else f" {vocab_parallel}")
 
 
+def whole_decoder(setting: Setting, device: torch.device) -> Decoder:
+    """The model of all schedules, in one piece; always with the same weights."""
+    torch.manual_seed(0)
+    with device:
+        return Decoder(setting).to(DTYPES[setting.dtype])
+
+
+def make_batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of a step; always the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (setting.num_microbatches, setting.seq_len)
+    tokens, labels = (torch.randint(setting.vocab, shape, generator=generator).to(device) for _ in range(2))
+    return tokens, labels
+
+
 def cross_entropy_sum(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+    logits = output.flatten(0, 1).to(wide_dtype(output.dtype))
+    return F.cross_entropy(logits, target.flatten(), reduction="sum")
 
 
 def disagreement(figures: dict[str, dict[str, float]]) -> str | None:

@@ -1,15 +1,21 @@
-"""Starts the ranks of a benchmark on this machine and runs one function on each of them."""
+"""Starts the ranks of a benchmark on this machine and runs functions on each of them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_POLL_SECONDS = 0.1
 
 
 def run_ranks(measure: Callable[[Any], Any], setting: Any, *, num_ranks: int, num_threads: int = 1) -> Any:
@@ -22,14 +28,55 @@ def run_ranks(measure: Callable[[Any], Any], setting: Any, *, num_ranks: int, nu
     Returns:
         What rank 0 returned.
     """
+    (figures,) = stream_ranks([partial(measure, setting)], num_ranks=num_ranks, num_threads=num_threads)
+    return figures
+
+
+def stream_ranks(
+    measures: Sequence[Callable[[], Any]],
+    *,
+    num_ranks: int,
+    num_threads: int = 1,
+    timeout: float | None = None,
+    backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
+) -> Iterator[Any]:
+    """Call functions on every rank of a group on the loopback address, one after another; each has a group of its own.
+
+    No rank outlives the iterator. The functions need not close schedules: they end with their group. To torch before
+    2.14 a function that makes several *must not*, for it names a new group after a destroyed one, whose addresses it
+    then finds.
+
+    Args:
+        measures: Functions of a module, as the ranks are new processes.
+        num_threads: Compute threads of each rank.
+        timeout: Seconds that a function may take, and so may a message of the group. None: as long as it likes.
+        backend: Of the group.
+        prepare: Called on each rank before it forms the group.
+
+    Yields:
+        What each function returned on rank 0, as soon as it has.
+
+    Raises:
+        Exception: A rank raised or died; the others are ended.
+        TimeoutError: A function took too long.
+    """
     os.environ |= {
         "OMP_NUM_THREADS": str(num_threads),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_run_rank, (measure, setting, num_ranks, num_threads, store.port, results), nprocs=num_ranks)
-    return results.get()
+    results, theirs = mp.get_context("spawn").Pipe(duplex=False)
+    args = (measures, num_ranks, num_threads, timeout, backend, prepare, store.port, theirs)
+    ranks = mp.spawn(_run_rank, args, nprocs=num_ranks, join=False)
+    try:
+        for _ in measures:
+            yield _next_result(results, ranks, timeout)
+        ranks.join()
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
 
 
 def over_ranks(op: Any, *values: float) -> list[float]:
@@ -46,20 +93,40 @@ def gathered(value: int) -> list[int]:
     return [int(x) for x in values]
 
 
+def _next_result(results: Connection, ranks: mp.ProcessContext, timeout: float | None) -> Any:
+    start = time.monotonic()
+    while not results.poll(_POLL_SECONDS):
+        ranks.join(timeout=0)  # raises where one has failed
+        if timeout is not None and time.monotonic() - start > timeout:
+            raise TimeoutError(f"the ranks gave no result within {timeout:g} s")
+    return results.recv()
+
+
 def _run_rank(
     rank: int,
-    measure: Callable[[Any], Any],
-    setting: Any,
+    measures: Sequence[Callable[[], Any]],
     num_ranks: int,
     num_threads: int,
+    timeout: float | None,
+    backend: str,
+    prepare: Callable[[], None] | None,
     port: int,
-    results: Any,
+    results: Connection,
 ) -> None:
     torch.set_num_threads(num_threads)
+    if prepare is not None:
+        prepare()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    figures = measure(setting)
-    if rank == 0:
-        results.put(figures)
-    dist.barrier()
-    dist.destroy_process_group()
+    for index, measure in enumerate(measures):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(str(index), store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
+        )
+        figures = measure()
+        if rank == 0:
+            results.send(figures)
+        dist.barrier()
+        dist.destroy_process_group()

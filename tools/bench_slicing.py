@@ -6,8 +6,6 @@ Both run `slimpipe.SliceAttention`, the slices with everything a pipeline stage 
 copied into the planned store, past and own part merged, dK,dV of earlier slices carried. Rounds alternate; the ratio
 is the median of the rounds' own ratios. The ratio of the thread's CPU times beside it holds on a busy machine, too.
 Figures are printed only if output and gradients of both agree.
-
-Shapes: B batch, L slice, S sequence, N query heads, G K,V heads, H head dim.
 """
 
 from __future__ import annotations
@@ -21,72 +19,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from slimpipe import SliceAttention, build_program
-from slimpipe.attention.context import Phase, SliceContext, StageStore
-from slimpipe.attention.kv_store import SlotBuffers
-from slimpipe.attention.mask import Documents
-from slimpipe.program import Unit, plan_slots
+from bench_attention import AttentionCase, Inputs, random_qkv_and_dout, relative_error
 
 TOLERANCE = 1e-5
 
 
-class Case:
-    """Random inputs and the two ways to attend."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        generator = torch.Generator().manual_seed(0)
-        heads = (args.num_heads, args.num_kv_heads, args.num_kv_heads, args.num_heads)
-        self._qkv_and_dout = [
-            torch.randn(args.batch, args.seq_len, n, args.head_dim, generator=generator) for n in heads
-        ]
-        self._attention = SliceAttention(kernel=args.kernel)
-
-    def inputs(self, num_slices: int) -> list[tuple[Tensor, ...]]:
-        """q, k, v, dout of each slice, as its projections would give them: contiguous, without gradients yet."""
-        by_slice = zip(*(x.chunk(num_slices, dim=1) for x in self._qkv_and_dout), strict=True)
-        return [
-            tuple(x.contiguous().detach().requires_grad_(i < 3) for i, x in enumerate(tensors)) for tensors in by_slice
-        ]
-
-    def whole(self, inputs: list[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Attend in one piece; returns the output."""
-        ((q, k, v, dout),) = inputs
-        out = self._attention(q, k, v, enable_gqa=True)
-        out.backward(dout)
-        return [out]
-
-    def sliced(self, inputs: list[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Attend slice by slice: all forwards, then all backwards in reverse order; returns the outputs."""
-        slice_len = inputs[0][0].shape[1]
-        plan = plan_slots(build_program(1, len(inputs), 1, 1, slice_len=slice_len), (0,))
-        store = StageStore(plan, {self._attention: SlotBuffers(plan)})
-        documents = Documents((), slice_len)
-        outs, contexts = [], []
-        for index, (q, k, v, _) in enumerate(inputs):
-            contexts.append(SliceContext(Unit(0, 0, index), store, documents, keep_output=False))
-            outs.append(self._attention(q, k, v, attention_masks=contexts[-1], enable_gqa=True))
-        for context, out, (*_, dout) in zip(contexts[::-1], outs[::-1], inputs[::-1], strict=True):
-            context.phase = Phase.BACKWARD
-            out.backward(dout)
-        return outs
+def case_of(args: argparse.Namespace) -> AttentionCase:
+    names = "batch", "seq_len", "num_heads", "num_kv_heads", "head_dim"
+    return AttentionCase(random_qkv_and_dout(**{name: getattr(args, name) for name in names}), kernel=args.kernel)
 
 
-def seconds(run: Callable[[list], object], inputs: list[tuple[Tensor, ...]]) -> tuple[float, float]:
+def seconds(run: Callable[[list], object], inputs: Inputs) -> tuple[float, float]:
     """Wall-clock and CPU time of ``run(inputs)``."""
     wall, cpu = time.perf_counter(), time.thread_time()
     run(inputs)
     return time.perf_counter() - wall, time.thread_time() - cpu
 
 
-def worst_error(case: Case, num_slices: int) -> float:
+def worst_error(case: AttentionCase, num_slices: int) -> float:
     """Largest relative error of output, dq, dk, dv of the slices, against one piece."""
-    whole, slices = case.inputs(1), case.inputs(num_slices)
-    pairs: list[tuple[list, list]] = [(case.whole(whole), case.sliced(slices))]
-    pairs += [([x[i].grad for x in whole], [x[i].grad for x in slices]) for i in range(3)]
-    joined = [(torch.cat(a, dim=1), torch.cat(b, dim=1)) for a, b in pairs]
-    return max(((a - b).norm() / a.norm()).item() for a, b in joined)
+    return max(map(relative_error, case.results(num_slices), case.results(1)))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,7 +48,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: Slices and whole do not agree.
     """
     torch.set_num_threads(args.num_threads)
-    case = Case(args)
+    case = case_of(args)
     for num_slices in args.num_slices:
         error = worst_error(case, num_slices)  # warms up, too
         if not error <= TOLERANCE:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from slimpipe.gather import gather_objects
 from slimpipe.transport import PipelineError
 
 _UNKNOWN = -1
@@ -80,8 +81,8 @@ def agree(
     if group is not None:
         shapes = _gather(mine, group, device)
         if any(shape.failed for shape in shapes):
-            errors = [None] * len(shapes)
-            dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group=group)
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            errors = gather_objects(text, group=group, device=device)
     if error is not None:
         raise error
     for rank, text in enumerate(errors):

@@ -219,6 +219,7 @@ class SlimPipeSchedule:
             self.program,
             rank=self._torch_stages[0].group_rank,
             group=self._group,
+            device=torch.device(self._torch_stages[0].device),
             title=type(self).__name__.removeprefix("Schedule"),
         )
 

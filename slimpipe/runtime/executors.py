@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from slimpipe.attention.events import Learner, StageEvents
 from slimpipe.attention.helper import Exchange
+from slimpipe.gather import gather_objects
 from slimpipe.mailbox import Mailbox
 from slimpipe.options import SlimPipeOptions
 from slimpipe.program import Program
@@ -204,9 +205,9 @@ class Executors:
     def _tell(self, learners: dict[int, Learner]) -> list[StageEvents]:
         """What every stage's rank has learned, by stage; nothing if others cannot help some stage."""
         mine = {index: learner.learned() for index, learner in learners.items()}
-        everyones: list[dict[int, StageEvents | str] | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyones, mine, group=self._group)
-        stages = {index: learned for rank in everyones for index, learned in (rank or {}).items()}
+        assert self._group is not None
+        everyones = gather_objects(mine, group=self._group, device=self._device)
+        stages = {index: learned for rank in everyones for index, learned in rank.items()}
         refusals = [f"stage {index}: {why}" for index, why in sorted(stages.items()) if isinstance(why, str)]
         if refusals and self._options.context_exchange == "on":
             raise ExchangeRefusedError(

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
+from slimpipe.gather import gather_objects
 from slimpipe.planner.timeline import KIND_OF, Span, Timeline
 from slimpipe.program import Program
 from slimpipe.program.ir import COMPUTE_OF, RECEIVE_OF
@@ -33,7 +35,13 @@ def spans_of(times: Sequence[InstructionTime], *, rank: int, origin: float) -> I
 
 
 def gather_timeline(
-    record: StepRecord, program: Program, *, rank: int, group: dist.ProcessGroup | None, title: str
+    record: StepRecord,
+    program: Program,
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    title: str,
 ) -> Timeline:
     """The last step of all ranks. Collective over ``group``; None where there is but one rank.
 
@@ -48,11 +56,8 @@ def gather_timeline(
         raise ValueError("SlimPipeOptions.record_times = False: no step was recorded; nearest legal value: True")
     epoch = time.perf_counter() - time.time()
     mine = list(spans_of(record.times, rank=rank, origin=epoch))
-    everyone: list[list[Span] | None] = [mine]
-    if group is not None:
-        everyone = [None] * program.num_ranks
-        dist.all_gather_object(everyone, mine, group=group)
-    spans = [span for row in everyone for span in row or ()]
+    everyone = [mine] if group is None else gather_objects(mine, group=group, device=device)
+    spans = [span for row in everyone for span in row]
     first = min(span.start for span in spans)
     shifted = [replace(span, start=span.start - first, end=span.end - first) for span in spans]
     return Timeline(title, program.num_ranks, program.num_slices, program.num_stages_per_rank, tuple(shifted))

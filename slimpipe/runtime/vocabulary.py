@@ -22,7 +22,7 @@ from slimpipe.dtypes import wide_dtype
 from slimpipe.program import Op, Program, Unit
 from slimpipe.runtime.batch import Batch
 from slimpipe.runtime.gradient_sync import GradientSync
-from slimpipe.torch_private import group_timeout
+from slimpipe.torch_private import destroy_group, group_timeout
 from slimpipe.transport import TensorMeta, new_pipeline_group
 from slimpipe.vocabulary import VocabularyEmbedding, VocabularyHead
 from slimpipe.vocabulary.ranks import Pending, Ranks
@@ -101,7 +101,7 @@ class SharedVocabulary:
     def close(self) -> None:
         """Destroy its group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            destroy_group(self._group)
         self._group, self._ranks = None, Ranks(None)
 
     # A step ----------------------------------------------------------------------------------------------------------
