@@ -5,17 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.parity import Case, make_schedule
+from tests.harness import RankResult, run_ranks_outcomes
 from tests.model import Decoder
 
 TIMEOUT = 5
 """Seconds that a rank waits for a message."""
+
+
+Runs = dict[tuple, Future[list[RankResult]]]
+"""What became of the ranks of each call: `runs[fn, num_ranks, *args].result()`."""
+
+
+def run_together(calls: Sequence[tuple]) -> Iterator[Runs]:
+    """Body of a fixture: `run_ranks_outcomes(*call)` of every call, four at a time, as they mostly wait."""
+    with ThreadPoolExecutor(4) as pool:
+        yield {call: pool.submit(run_ranks_outcomes, *call) for call in calls}
 
 
 class Trap(torch.autograd.Function):

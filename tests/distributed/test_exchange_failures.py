@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -11,10 +12,9 @@ import torch.distributed as dist
 from slimpipe.attention.helper import SharedPhase
 from slimpipe.program import Op, Transfer
 from slimpipe.runtime import PipelineError
-from tests.distributed.failures import ACTS, TIMEOUT, build, ended, raise_error, spring
+from tests.distributed.failures import ACTS, TIMEOUT, Runs, build, ended, raise_error, run_together, spring
 from tests.distributed.parity import TOLERANCE, Case, errors_of, make_batch, make_schedule, run_step
 from tests.distributed.test_exchange_parity import exchange
-from tests.harness import run_ranks, run_ranks_outcomes
 
 CASE = Case(p=4, n=4, m=1, options=exchange(1))
 
@@ -52,9 +52,12 @@ def helper_fails(how: str, phase: str) -> dict:
     return said | {"helper": helper, "owner": owner, "transfer": str(transfer), "pairs": pairs}
 
 
-@pytest.mark.parametrize(("how", "phase"), [("exits", "FORWARD"), ("is killed", "BACKWARD"), ("hangs", "BACKWARD")])
-def test_a_helper_fails_and_the_others_say_so(how: str, phase: str) -> None:
-    outcomes = run_ranks_outcomes(helper_fails, CASE.p, how, phase, timeout=60)
+CASES = [("hangs", "BACKWARD"), ("exits", "FORWARD"), ("is killed", "BACKWARD")]
+
+
+@pytest.mark.parametrize(("how", "phase"), CASES)
+def test_a_helper_fails_and_the_others_say_so(runs: Runs, how: str, phase: str) -> None:
+    outcomes = runs[helper_fails, CASE.p, how, phase].result()
     others = [outcome for outcome in outcomes if outcome.ok]
     assert len(others) == CASE.p - 1, outcomes
     said = {outcome.rank: outcome.value for outcome in others}
@@ -94,10 +97,11 @@ def fails_and_goes_on() -> dict[str, float]:
     return errors
 
 
-def test_a_rank_raises_and_the_next_steps_are_exact() -> None:
+def test_a_rank_raises_and_the_next_steps_are_exact(runs: Runs) -> None:
     # Ranks of their own: a message that nobody receives any more keeps a thread of gloo busy for ever.
-    for errors in run_ranks(fails_and_goes_on, 3, timeout=60):
-        assert max(errors.values()) <= TOLERANCE, errors
+    for outcome in runs[fails_and_goes_on, 3].result():
+        assert outcome.ok, outcome
+        assert max(outcome.value.values()) <= TOLERANCE, outcome
 
 
 def differing_options(options_by_rank: list[dict]) -> dict:
@@ -123,8 +127,8 @@ def recompute_changes(before: bool) -> dict:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_recompute_must_not_change(before: bool) -> None:
-    said = [outcome.value for outcome in run_ranks_outcomes(recompute_changes, 3, before, timeout=60)]
+def test_recompute_must_not_change(runs: Runs, before: bool) -> None:
+    said = [outcome.value for outcome in runs[recompute_changes, 3, before].result()]
     refusals = [what["text"] for what in said if what["kind"] == "RuntimeError"]
     assert refusals
     for text in refusals:
@@ -148,12 +152,19 @@ def scale_changes() -> dict:
     return said
 
 
-def test_a_layer_must_not_change() -> None:
-    said = [outcome.value for outcome in run_ranks_outcomes(scale_changes, 2, timeout=60)]
+def test_a_layer_must_not_change(runs: Runs) -> None:
+    said = [outcome.value for outcome in runs[scale_changes, 2].result()]
     refusals = [what["text"] for what in said if what["kind"] == "RuntimeError"]
     assert refusals
     assert all(re.search(r"attention layer 0 is .*scale=0.25\), and was .*scale=0.5\)", text) for text in refusals)
     assert all(what["kind"] in ("RuntimeError", PipelineError.__name__) for what in said), said
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    calls = [(helper_fails, CASE.p, *case) for case in CASES]
+    calls += [(fails_and_goes_on, 3), (scale_changes, 2), *((recompute_changes, 3, before) for before in (False, True))]
+    yield from run_together(calls)
 
 
 def kernels_alternate(context_exchange: str) -> tuple[list[dict], dict[str, float], list[str]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from slimpipe.runtime import PipelineError
-from tests.distributed.failures import ACTS, TIMEOUT, build, ended, spring
+from tests.distributed.failures import ACTS, TIMEOUT, Runs, build, ended, run_together, spring
 from tests.distributed.parity import TOLERANCE, Case, make_batch, run_step, unsliced
 from tests.distributed.test_memory import STATE
-from tests.harness import run_ranks, run_ranks_outcomes
 from tests.model import relative_error
 
 MIDDLE = 1
@@ -29,19 +29,19 @@ def one_fails(how: str, phase: str, v: int) -> dict:
     return ended(lambda: run_step(schedule, case, batch))
 
 
-@pytest.mark.parametrize(
-    ("how", "phase", "v"),
-    [
-        ("raises", "forward", 1),
-        ("raises", "backward", 1),
-        ("raises", "backward", 2),
-        ("exits", "forward", 1),
-        ("is killed", "backward", 1),
-        ("hangs", "backward", 2),
-    ],
-)
-def test_the_others_end_in_time_and_say_where(how: str, phase: str, v: int) -> None:
-    outcomes = run_ranks_outcomes(one_fails, 3, how, phase, v, timeout=60)
+CASES = [
+    ("hangs", "backward", 2),
+    ("raises", "forward", 1),
+    ("raises", "backward", 1),
+    ("raises", "backward", 2),
+    ("exits", "forward", 1),
+    ("is killed", "backward", 1),
+]
+
+
+@pytest.mark.parametrize(("how", "phase", "v"), CASES)
+def test_the_others_end_in_time_and_say_where(runs: Runs, how: str, phase: str, v: int) -> None:
+    outcomes = runs[one_fails, 3, how, phase, v].result()
     failed = outcomes[MIDDLE]
     if how == "raises":
         assert failed.value["kind"] == "ArithmeticError"
@@ -98,6 +98,12 @@ def interrupted(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_an_interrupted_step_leaves_nothing(p: int) -> None:
+def test_an_interrupted_step_leaves_nothing(runs: Runs, p: int) -> None:
     # Ranks of their own: a message that nobody receives any more keeps a thread of gloo busy for ever.
-    assert run_ranks(interrupted, p, p) == [None] * p  # ranks assert
+    for outcome in runs[interrupted, p, p].result():
+        assert outcome.ok, outcome
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    yield from run_together([(one_fails, 3, *case) for case in CASES] + [(interrupted, p, p) for p in (1, 2)])

@@ -74,7 +74,8 @@ def fsdp(v: int, m: int, reshard: bool, recompute: bool, exchange: str) -> list[
                 return_outputs=False,
                 **kwargs,
             )
-        return Counter(event.name for event in profiler.events())
+        # profiler.events() would make a tree of them, which takes longer than the step.
+        return Counter(event.name() for event in profiler.profiler.kineto_results.events())
 
     for evaluate, batch in ((False, batches[0]), (True, batches[1]), (False, batches[1])):
         counts = step(batch, evaluate)

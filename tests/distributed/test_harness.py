@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import harness
 from tests.harness import RankPool, RanksFailed, run_ranks, run_ranks_outcomes
 
 
@@ -73,7 +74,8 @@ def test_fresh_ranks_get_the_environment_and_end():
     assert not _alive(facts["pid"])
 
 
-def test_every_kind_of_failure_is_reported_and_the_pool_serves_on():
+def test_every_kind_of_failure_is_reported_and_the_pool_serves_on(monkeypatch):
+    monkeypatch.setattr(harness, "_GRACE_SECONDS", 1.0)
     with RankPool(2) as pool:
         with pytest.raises(RanksFailed, match=r"rank 1 raised[\s\S]*ValueError: slice 3 is missing") as caught:
             pool.run(_one_raises_others_wait)
@@ -107,7 +109,8 @@ def test_outcomes_of_fresh_ranks_never_raise():
 def test_ranks_end_when_their_parent_is_killed(tmp_path):
     file = tmp_path / "pid"
     code = (
-        "from tests.harness import run_ranks\n"
+        "from tests.harness import FORKS, run_ranks\n"
+        "FORKS.set_forkserver_preload(['torch'])\n"  # torchtitan takes seconds to import
         "from tests.distributed.test_harness import _report_and_hang\n"
         f"run_ranks(_report_and_hang, 1, {str(file)!r})"
     )

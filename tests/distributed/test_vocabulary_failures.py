@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,9 +16,8 @@ import torch.distributed as dist
 
 from slimpipe.runtime import PipelineError
 from slimpipe.torch_private import set_group_timeout
-from tests.distributed.failures import ACTS, TIMEOUT, ended, raise_error, spring
+from tests.distributed.failures import ACTS, TIMEOUT, Runs, ended, raise_error, run_together, spring
 from tests.distributed.parity import FULL, Case, make_batch, make_schedule, run_step
-from tests.harness import run_ranks_outcomes
 
 CASE = Case(p=4, n=4, m=2, vocab=9, vocab_parallel="both")
 
@@ -58,12 +58,13 @@ def one_fails(how: str, where: str, victim: int) -> dict:
 COMBINATIONS = [
     (how, where, victim) for (how, where), victim in zip(itertools.product(WAYS, PLACES), itertools.cycle(range(4)))
 ]
-SOME = [("exits", "embed", 0), ("is killed", "vocabulary", 1), ("stops", "embed_backward", 3)]
+SOME = [("stops", "embed_backward", 3), ("exits", "embed", 0), ("is killed", "vocabulary", 1)]
+CASES = COMBINATIONS if FULL else SOME
 
 
-@pytest.mark.parametrize(("how", "where", "victim"), COMBINATIONS if FULL else SOME)
-def test_the_others_end_in_time_and_say_what_they_lost(how: str, where: str, victim: int) -> None:
-    outcomes = run_ranks_outcomes(one_fails, CASE.p, how, where, victim, timeout=60)
+@pytest.mark.parametrize(("how", "where", "victim"), CASES)
+def test_the_others_end_in_time_and_say_what_they_lost(runs: Runs, how: str, where: str, victim: int) -> None:
+    outcomes = runs[one_fails, CASE.p, how, where, victim].result()
     assert not outcomes[victim].ok
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
         assert outcome.ok, outcome
@@ -78,6 +79,9 @@ def test_the_others_end_in_time_and_say_what_they_lost(how: str, where: str, vic
         assert said["seconds"] < 3 * TIMEOUT, said
 
 
+VICTIM = 0
+
+
 def raises_and_goes_on(victim: int) -> list[dict]:
     """Runs on every rank: one raises; how that step ended, and the next one."""
     case = replace(CASE, p=2)
@@ -89,15 +93,19 @@ def raises_and_goes_on(victim: int) -> list[dict]:
     return said + [ended(lambda: run_step(schedule, case, make_batch(case, 1)))]
 
 
-def test_a_rank_raises_where_others_wait_in_the_head_s_group() -> None:
+def test_a_rank_raises_where_others_wait_in_the_head_s_group(runs: Runs) -> None:
     """The group is the user's, and gloo closes one for good when it times out: the next step says so at once."""
-    victim = 0
-    for outcome in run_ranks_outcomes(raises_and_goes_on, 2, victim, timeout=60):
+    for outcome in runs[raises_and_goes_on, 2, VICTIM].result():
         assert outcome.ok, outcome
         failed, following = outcome.value
-        assert failed["kind"] == ("ArithmeticError" if outcome.rank == victim else PipelineError.__name__), failed
+        assert failed["kind"] == ("ArithmeticError" if outcome.rank == VICTIM else PipelineError.__name__), failed
         assert f"pipeline rank {outcome.rank} was at: vocabulary" in failed["notes"], failed
         assert failed["seconds"] < 3 * TIMEOUT, failed
         assert following["kind"] == PipelineError.__name__, following
         assert "waited at the start of a step: another rank failed" in following["text"], following
         assert following["seconds"] < TIMEOUT, following
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    yield from run_together([(one_fails, CASE.p, *case) for case in CASES] + [(raises_and_goes_on, 2, VICTIM)])

@@ -83,7 +83,7 @@ def fsdp(v: int, m: int, vocab: int, vocab_parallel: str, reshard: bool) -> list
         args = (tokens,) if pp_rank == 0 else ()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run(*args, target=labels if pp_rank == PP - 1 else None, return_outputs=False, **kwargs)
-        return Counter(event.name for event in profiler.events())
+        return Counter(event.name() for event in profiler.profiler.kineto_results.events())
 
     # A step that fails late leaves nothing: neither gradients that are yet to be reduced, nor gathered weights.
     tokens, labels, _ = batches[0]

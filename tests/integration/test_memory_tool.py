@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.integration.test_tools import figures
+from collections.abc import Callable
 
 TINY = ["--seq-len=128", "--num-layers=4", "--dim=64"]
 
 
-def test_planned_is_held() -> None:
-    rows = figures("bench_memory.py", *TINY)
+def test_planned_is_held(bench: Callable[..., list]) -> None:
+    rows = bench("bench_memory", *TINY)
     assert len(rows) == 26
     for row in rows:
         for part, error in row["errors"].items():

@@ -11,13 +11,12 @@ import pytest
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.simulate import simulate
 from slimpipe.program import build_program
-from tests.integration.test_tools import figures
 
 TINY = ["--num-layers=4", "--dim=32", "--num-heads=4", "--num-kv-heads=2", "--vocab=64", "--seq-len=128", "--rounds=1"]
 
 
-def test_op_times_make_a_table_that_the_simulator_reads(tmp_path: Path) -> None:
-    tables = figures("measure_ops.py", *TINY, "--num-stages-per-rank=2", "--num-slices", "2", f"--out={tmp_path}")
+def test_op_times_make_a_table_that_the_simulator_reads(bench: Callable[..., dict], tmp_path: Path) -> None:
+    tables = bench("measure_ops", *TINY, "--num-stages-per-rank=2", "--num-slices", "2", f"--out={tmp_path}")
     assert list(tables) == ["2"]
     costs = OpCosts.from_json((tmp_path / "n2_v2.json").read_text())
     assert (costs.slice_len, costs.num_stages, costs.layers) == (64, 4, (1, 1, 1, 1))
@@ -27,9 +26,9 @@ def test_op_times_make_a_table_that_the_simulator_reads(tmp_path: Path) -> None:
     assert timeline.seconds > sum(costs.linear_forward[::2])
 
 
-def test_steps_are_simulated_and_measured() -> None:
+def test_steps_are_simulated_and_measured(bench: Callable[..., dict]) -> None:
     cases = ["1F1B m=2", "SlimPipe n=4 v=1 m=2", "SlimPipe n=4 v=2 m=1"]
-    report = figures("bench_simulated.py", *TINY, "--cases", *cases)
+    report = bench("bench_simulated", *TINY, "--cases", *cases)
     assert list(report["cases"]) == cases
     for row in report["cases"].values():
         assert row["error"] == pytest.approx(row["simulated_seconds"] / row["measured_seconds"] - 1)

@@ -20,6 +20,7 @@ TINY_EXCHANGE = [
 
 
 def figures(name: str, *args: str) -> dict:
+    """What a benchmark prints that is started as users start it."""
     result = subprocess.run(
         [sys.executable, f"tools/{name}", *args, "--json"],
         cwd=ROOT,
@@ -91,8 +92,8 @@ def test_slicing() -> None:
         assert slicing["seconds"] > 0 and slicing["ratio"] > 0 and slicing["cpu_ratio"] > 0
 
 
-def test_exchange() -> None:
-    report = figures("bench_exchange.py", *TINY_EXCHANGE)
+def test_exchange(bench: Callable[..., dict]) -> None:
+    report = bench("bench_exchange", *TINY_EXCHANGE)
     assert [(row["seq_len"], row["num_slices"]) for row in report["rows"]] == [(128, 2), (128, 4)]
     for row in report["rows"]:
         off = row["exchange"]["off"]
@@ -106,9 +107,9 @@ def test_exchange() -> None:
         assert 1 <= on["load_max_over_mean"] < off["load_max_over_mean"]
 
 
-def test_logits_of_a_shared_vocabulary_are_not_kept() -> None:
+def test_logits_of_a_shared_vocabulary_are_not_kept(bench: Callable[..., dict]) -> None:
     sizes = ["--num-ranks=2", "--num-layers=2", "--dim=32", "--num-heads=4", "--num-kv-heads=2", "--vocab=1000"]
-    found = figures("bench_vocabulary.py", *sizes, "--seq-len=128", "--num-slices=2")["schedules"]
+    found = bench("bench_vocabulary", *sizes, "--seq-len=128", "--num-slices=2")["schedules"]
     alone, *shared = found.values()
     assert alone["peak_bytes_between_units"] >= 128 * 1000 * 4  # log-probabilities of every token
     assert len(shared) == 2
@@ -128,9 +129,9 @@ def test_what_the_exchange_plans(tool: Callable[[str], ModuleType], capsys: pyte
     assert 0 < large["held_slices"] <= 16
 
 
-def test_emulated() -> None:
+def test_emulated(bench: Callable[..., dict]) -> None:
     args = "--num-ranks=2 --num-slices=2 --num-layers=2 --num-microbatches=1 --unit-ms=10 --rounds=1 --slice-len=16"
-    report = figures("bench_emulated.py", *args.split())
+    report = bench("bench_emulated", *args.split())
     off, on = report["exchange"]["off"], report["exchange"]["on"]
     # Four units of 10 ms forward; backward takes twice (linear) to 2.5 times (attention) as long.
     assert 3.0 * 0.04 < off["compute_seconds"] < 3.5 * 0.04

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +19,14 @@ from tests.integration.test_torchtitan import (
     BOTH,
     CONFIG,
     FULL,
+    NUM_AT_A_TIME,
     OUTPUT,
     Layout,
     assert_equal_runs,
     data,  # noqa: F401  (a fixture)
     run,
     train,
+    train_all,
 )
 
 pytestmark = pytest.mark.timeout(900)  # whichever runs first makes the checkpoints
@@ -72,20 +74,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory, data: dict, config: Path)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, settings: dict, config: Path) -> dict[str, Path]:
     """Checkpoints of everything after two steps on two data ranks, by who wrote them: "stock" or "shared"."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("stock", "shared")}
-    layouts = {"stock": Layout("1F1B", dp=2), "shared": Layout("SlimPipe", dp=2, more=BOTH)}
-    runs = {
-        name: train(
-            folders[name],
-            layout,
-            config=config,
-            **settings,
-            **{"checkpoint.interval": 2, "checkpoint.last_save_model_only": False, "training.steps": 2},
-        )
-        for name, layout in layouts.items()
-    }
-    assert_equal_runs(runs["shared"], runs["stock"], layouts["shared"])
-    return {name: folder / "checkpoint" / "step-2" for name, folder in folders.items()}
+    folder = tmp_path_factory.mktemp("saved")
+    layouts = [Layout("1F1B", dp=2), Layout("SlimPipe", dp=2, more=BOTH)]
+    saving = {"checkpoint.interval": 2, "checkpoint.last_save_model_only": False, "training.steps": 2}
+    stock, shared = train_all(folder, layouts, config=config, **settings, **saving).values()
+    assert_equal_runs(shared, stock, layouts[1])
+    return {name: folder / str(index) / "checkpoint" / "step-2" for index, name in enumerate(("stock", "shared"))}
 
 
 def read_checkpoint(path: Path, scratch: Path) -> dict[str, torch.Tensor]:
@@ -126,17 +120,26 @@ def test_every_rank_begins_with_rows_of_its_own(settings: dict, config: Path, tm
 VALIDATE = {"validator.enable": True, "validator.steps": 2, "validator.freq": 4}
 
 
+NOT_SHARED = ("stock", Layout(pp=1))
+CONTINUED = [
+    ("shared", Layout("SlimPipe", pp=4, more=BOTH)),
+    ("shared", Layout(pp=1)),
+    ("shared", Layout("1F1B")),
+    ("stock", Layout("SlimPipe", tp=2, more=BOTH + FULL)),
+    ("stock", Layout("InterleavedSlimPipe", more=OUTPUT)),
+]
+
+
 @pytest.fixture(scope="module")
 def continued(
     tmp_path_factory: pytest.TempPathFactory,
     settings: dict,
     saved: dict[str, Path],
     config: Path,
-) -> Callable[..., Continued]:
-    """Continues a checkpoint with steps 3 and 4 on one data rank, with validation and an HF export at the end."""
+) -> dict[tuple[str, Layout], Future[Continued]]:
+    """Each checkpoint continued with steps 3 and 4 on one data rank, with validation and an HF export at the end."""
 
-    def load(saved_by: str, layout: Layout) -> Continued:
-        folder = tmp_path_factory.mktemp("continued")
+    def load(folder: Path, saved_by: str, layout: Layout) -> Continued:
         history = train(
             folder,
             layout,
@@ -157,31 +160,26 @@ def continued(
         (validation,) = {float(match[1]) for match in found if match} - {-1.0}
         return Continued(history, validation, folder / "checkpoint" / "step-4")
 
-    return load
+    with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:
+        return {run: pool.submit(load, tmp_path_factory.mktemp("continued"), *run) for run in (NOT_SHARED, *CONTINUED)}
 
 
 @pytest.fixture(scope="module")
-def truth(continued: Callable[..., Continued]) -> Continued:
+def truth(continued: dict[tuple[str, Layout], Future[Continued]]) -> Continued:
     """Nothing is shared, and there is no pipeline."""
-    return continued("stock", Layout(pp=1))
+    return continued[NOT_SHARED].result()
 
 
 @pytest.mark.parametrize(
     ("saved_by", "layout"),
-    [
-        ("shared", Layout("SlimPipe", pp=4, more=BOTH)),
-        ("shared", Layout(pp=1)),
-        ("shared", Layout("1F1B")),
-        ("stock", Layout("SlimPipe", tp=2, more=BOTH + FULL)),
-        ("stock", Layout("InterleavedSlimPipe", more=OUTPUT)),
-    ],
+    CONTINUED,
     ids=lambda value: value if isinstance(value, str) else f"{value.schedule}-pp{value.pp}-tp{value.tp}",
 )
 def test_a_checkpoint_continues_in_other_layouts(
-    continued: Callable[..., Continued], truth: Continued, saved_by: str, layout: Layout
+    continued: dict[tuple[str, Layout], Future[Continued]], truth: Continued, saved_by: str, layout: Layout
 ) -> None:
     """Next losses, gradient norms, validation loss and HF export are those of the stock model."""
-    mine = continued(saved_by, layout)
+    mine = continued[saved_by, layout].result()
     assert_equal_runs(mine.history, truth.history, layout)
     assert abs(mine.validation - truth.validation) <= 1.01e-4  # as many digits are printed
     assert_equal_tensors(read_export(mine.export), read_export(truth.export))
@@ -195,20 +193,12 @@ def read_export(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_an_export_is_loaded(truth: Continued, settings: dict, config: Path, tmp_path: Path) -> None:
     layouts = [Layout(pp=1), Layout("SlimPipe", more=BOTH)]
-    runs = [
-        train(
-            tmp_path / str(index),
-            layout,
-            config=config,
-            **{
-                **settings,
-                "checkpoint.initial_load_path": truth.export,
-                "checkpoint.initial_load_in_hf": True,
-                "checkpoint.load_only": True,
-                "training.steps": 1,
-            },
-        )
-        for index, layout in enumerate(layouts)
-    ]
-    assert_equal_runs(runs[1], runs[0], layouts[1])
-    assert runs[0][0][0] < truth.history[-1][0] + 0.5, "the export was not loaded"
+    loading = {
+        "checkpoint.initial_load_path": truth.export,
+        "checkpoint.initial_load_in_hf": True,
+        "checkpoint.load_only": True,
+        "training.steps": 1,
+    }
+    stock, shared = train_all(tmp_path, layouts, config=config, **{**settings, **loading}).values()
+    assert_equal_runs(shared, stock, layouts[1])
+    assert stock[0][0] < truth.history[-1][0] + 0.5, "the export was not loaded"
