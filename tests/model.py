@@ -68,13 +68,16 @@ class TorchAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, inner: nn.Module) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, num_kv_heads: int, inner: nn.Module, *, value_head_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = dim // num_heads
+        self.value_head_dim = value_head_dim or self.head_dim
         self.wq = nn.Linear(dim, dim, bias=False)
         self.wk = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * self.value_head_dim, bias=False)
+        self.wo = nn.Linear(num_heads * self.value_head_dim, dim, bias=False)
         self.up = nn.Linear(dim, 2 * dim, bias=False)
         self.down = nn.Linear(2 * dim, dim, bias=False)
         self.norm_in, self.norm_mid = nn.RMSNorm(dim), nn.RMSNorm(dim)
@@ -83,7 +86,8 @@ class Block(nn.Module):
     def forward(self, x_BLD: Tensor, attention_masks: object, positions: Tensor) -> Tensor:
         B, L, _ = x_BLD.shape
         h = self.norm_in(x_BLD)
-        q, k, v = (w(h).view(B, L, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k = (w(h).view(B, L, -1, self.head_dim) for w in (self.wq, self.wk))
+        v = self.wv(h).view(B, L, -1, self.value_head_dim)
         q, k = rotate(q, positions), rotate(k, positions)
         out = self.inner(q, k, v, positions=positions, attention_masks=attention_masks, enable_gqa=True)
         x_BLD = x_BLD + self.wo(out.reshape(B, L, -1))
@@ -110,6 +114,7 @@ class Decoder(nn.Module):
         vocab_parallel: What it leaves to the shared vocabulary: "none"; "output": the head; "both": the embedding too.
         tied: The head's weight is the embedding's.
         window: Sliding window of every layer but each third.
+        value_head_dim: Head dim of V, if another than that of Q and K.
     """
 
     def __init__(
@@ -128,12 +133,18 @@ class Decoder(nn.Module):
         vocab_parallel: str = "none",
         tied: bool = False,
         window: int | None = None,
+        value_head_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.recompute = recompute
         self.embedding = nn.Embedding(vocab, dim) if is_first and vocab_parallel != "both" else None
         settings = {i: {} if window is None or i % 3 == 0 else {"window": window} for i in layers}
-        self.blocks = nn.ModuleDict({str(i): Block(dim, num_heads, num_kv_heads, inner(**settings[i])) for i in layers})
+        self.blocks = nn.ModuleDict(
+            {
+                str(i): Block(dim, num_heads, num_kv_heads, inner(**settings[i]), value_head_dim=value_head_dim)
+                for i in layers
+            }
+        )
         self.norm = nn.RMSNorm(dim) if is_last else None
         self.head = nn.Linear(dim, vocab, bias=False) if is_last and vocab_parallel == "none" else None
         if tied and self.head is not None and self.embedding is not None:

@@ -20,7 +20,8 @@ from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
 from slimpipe.torchtitan.degrees import broken_degree
-from slimpipe.torchtitan.rules import broken_batch_rule, broken_rules, runs_slimpipe, window_of
+from slimpipe.torchtitan.model_rules import window_of
+from slimpipe.torchtitan.rules import broken_batch_rule, broken_cpu_rule, broken_rules, runs_slimpipe
 
 
 class ConfigError(ValueError):
@@ -157,15 +158,18 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
     """Checks final values and puts SlimPipe's parts into the model and the loss.
 
     Every layer's inner attention becomes `TitanSliceAttention`, under torch's schedules too, where it is causal
-    attention that keeps documents apart. `config` is left as it is. Nothing is communicated or written.
+    attention that keeps documents apart. Sequences may be longer than the model's rotary embedding is configured for.
+    `config` is left as it is. Nothing is communicated or written.
 
     Returns:
         A configuration for torchtitan's `Trainer`. It cannot be prepared a second time.
 
     Raises:
-        ConfigError: with every rule that `config` breaks.
+        ConfigError: with every rule that `config` breaks, on a machine like this.
     """
     check(config)
+    if use_cpu() and (error := broken_cpu_rule(config)):
+        raise ConfigError([error])
     from slimpipe.torchtitan.attention import TitanSliceAttention, with_documents
     from slimpipe.torchtitan.metrics import SlimPipeMetrics
     from slimpipe.torchtitan.optimizer import SlimPipeOptimizers, with_shared_vocabulary
@@ -183,6 +187,9 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
         attention.inner_attention = TitanSliceAttention.Config(
             kernel=config.slimpipe.kernel, window=window_of(attention.inner_attention)
         )
+        # The size of a table: torchtitan sets it to seq_len, but only where that makes it smaller.
+        longest = max(attention.rope.max_seq_len, config.training.seq_len)
+        attention.rope = dataclasses.replace(attention.rope, max_seq_len=longest)
     spec = dataclasses.replace(
         spec,
         model=model,

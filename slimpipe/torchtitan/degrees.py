@@ -10,6 +10,7 @@ _DEGREES = (
     "context_parallel_degree",
     "tensor_parallel_degree",
     "pipeline_parallel_degree",
+    "expert_parallel_degree",  # of no ranks of its own
 )
 
 

@@ -18,13 +18,14 @@ from slimpipe.program import check as prove
 from slimpipe.torchtitan.config import ConfigError, SlimPipeTrainerConfig
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import check_num_ranks, product_of_degrees
-from slimpipe.torchtitan.rules import broken_rules, runs_slimpipe, window_of
+from slimpipe.torchtitan.model_rules import layers_of, window_of
+from slimpipe.torchtitan.rules import broken_cpu_rule, broken_rules, runs_slimpipe
 from slimpipe.torchtitan.shown import setting_of_config, slice_shape
 from slimpipe.torchtitan.toml import load_toml
 
 _TESTED_TORCHTITAN = "0.3.0"
 _LEAST_TORCH = (2, 14)
-_PACKAGES = ("slimpipe", "torch", "torchtitan", "flash-attn")
+_PACKAGES = ("slimpipe", "torch", "torchtitan", "flash-attn", "flash-attn-4")
 
 
 @dataclass
@@ -80,6 +81,8 @@ def find(path: str, overrides: Sequence[str] = ()) -> Findings:
         findings.errors += error.errors
         return findings
     findings.errors += broken_rules(config)
+    if on_cpu and (rule := broken_cpu_rule(config)):
+        findings.warnings.append(f"on this machine: {rule}")
     _look_at_ranks(findings, config, num_devices)
     _look_at_kernels(findings, config, device)
     _look_at_files(findings, config)
@@ -124,10 +127,12 @@ def _look_at_kernels(findings: Findings, config: SlimPipeTrainerConfig, device: 
     dtype = getattr(torch, config.training.mixed_precision_param, torch.bfloat16)
     q_BLNH = torch.empty(1, 1, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
     k_BKGH = torch.empty(1, 1, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
-    window = any(window_of(layer.attention.inner_attention) for layer in config.model_spec.model.layers)
-    findings.kernels = refusals(q_BLNH, k_BKGH, k_BKGH, window=window)
+    v_BKGH = torch.empty(1, 1, shape.num_kv_heads, shape.value_head_dim, dtype=dtype, device=device)
+    layers = layers_of(config.model_spec and config.model_spec.model)
+    window = any(window_of(layer.attention.inner_attention) for layer in layers)
+    findings.kernels = refusals(q_BLNH, k_BKGH, v_BKGH, window=window)
     try:
-        findings.kernel = choose_kernel(config.slimpipe.kernel, q_BLNH, k_BKGH, k_BKGH, window=window).name
+        findings.kernel = choose_kernel(config.slimpipe.kernel, q_BLNH, k_BKGH, v_BKGH, window=window).name
     except ValueError as error:
         findings.errors.append(f"slimpipe.{error}")
 

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import ParamGroupConfig
-from torchtitan.config import Configurable
+from torchtitan.config import ParallelismConfig
 from torchtitan.models.common import Embedding, Linear
-from torchtitan.models.common.attention import (
-    FlexAttention,
-    GQAttention,
-    ScaledDotProductAttention,
-    VarlenAttention,
-)
 from torchtitan.trainer import Trainer
 
-from slimpipe.nearest import nearest_name
+from slimpipe.nearest import nearest_divisor, nearest_name
 from slimpipe.schedule_names import SLIMPIPE_SCHEDULES, TORCH_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu
+from slimpipe.torchtitan.model_rules import expert_rules, layers_of, model_rules, split_rules
 from slimpipe.torchtitan.torch_schedules import torch_schedule_rules
 from slimpipe.vocabulary import shard_rows
 
 if TYPE_CHECKING:
     from slimpipe.torchtitan.config import SlimPipeTrainerConfig
 
-# Exact classes: a subclass may mean another attention than causal within documents.
-_CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
-_NO_WINDOW = (-1, 0)
-
-# Exact classes here too: quantized and low-rank ones keep more than rows.
+# Exact classes: quantized and low-rank ones keep more than rows.
 _PLAIN_MATRICES: dict[str, Any] = {"lm_head": Linear.Config, "tok_embeddings": Embedding.Config}
 
 # Optimizers of torchtitan that look at one element of a matrix at a time.
@@ -57,9 +47,19 @@ def broken_batch_rule(config: Trainer.Config) -> str | None:
     )
 
 
+def broken_cpu_rule(config: Trainer.Config) -> str | None:
+    """What keeps a configuration that runs on GPUs from running on CPUs; None where nothing does."""
+    if config.parallelism.expert_parallel_degree == 1:
+        return None
+    return (
+        f"parallelism.expert_parallel_degree = {config.parallelism.expert_parallel_degree}: gloo cannot send unequal "
+        "numbers of tokens between CPUs; nearest legal value: 1"
+    )
+
+
 def broken_rules(config: SlimPipeTrainerConfig) -> list[str]:
     """Every rule that final values break; nothing is communicated to find out."""
-    errors = [*_model_rules(config), *_parallelism_rules(config)]
+    errors = [*model_rules(config), *_parallelism_rules(config)]
     if runs_slimpipe(config):
         errors += _schedule_rules(config)
     elif config.parallelism.pipeline_parallel_degree > 1 and config.model_spec is not None:
@@ -67,34 +67,6 @@ def broken_rules(config: SlimPipeTrainerConfig) -> list[str]:
     if config.slimpipe.vocab_parallel != "none":
         errors += _vocabulary_rules(config)
     return errors
-
-
-def _model_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
-    if config.model_spec is None:
-        yield 'model: no model was chosen; for example [model] name = "llama3" and flavor = "debugmodel"'
-        return
-    model = config.model_spec.model
-    if config.parallelism.pipeline_parallel_degree > 1 and getattr(model, "enable_weight_tying", False):
-        yield (
-            f"model.flavor = {config.model_spec.flavor!r}: input embedding and output layer share one weight, which "
-            f"pipeline parallelism cannot run; choose a flavor with separate weights, for example 'debugmodel' or '8B'"
-        )
-    for index, layer in enumerate(_layers(model)):
-        if not _is_causal(getattr(layer, "attention", None)):
-            yield (
-                f"model.name = {config.model_spec.name!r}: the attention of layer {index} is not causal "
-                "grouped-query attention, in a sliding window or not, the only one SlimPipe can slice so far; choose a "
-                "model like 'llama3'"
-            )
-            break
-    for name, part, _, _ in model.traverse(Configurable.Config, recurse=True):
-        for item in fields(part):
-            value = getattr(part, item.name)
-            if "dropout" in item.name and isinstance(value, float | int) and value:
-                yield (
-                    f"model: {f'{name}.{item.name}'.lstrip('.')} = {value!r}: dropout is not supported; "
-                    "nearest legal value: 0"
-                )
 
 
 def _parallelism_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
@@ -110,6 +82,8 @@ def _parallelism_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
             'compile.components holds "model": torch.compile cannot trace the slice attention; nearest legal value: '
             f"{[name for name in config.compile.components if name != 'model']}, or compile.enable = false"
         )
+    if error := _broken_expert_rule(parallelism):
+        yield error
     if parallelism.context_parallel_degree > 1:
         yield (
             f"parallelism.context_parallel_degree = {parallelism.context_parallel_degree}: context parallelism is not "
@@ -132,17 +106,32 @@ def _parallelism_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
         yield error
 
 
+def _broken_expert_rule(parallelism: ParallelismConfig) -> str | None:
+    degree, shards = parallelism.expert_parallel_degree, parallelism.data_parallel_shard_degree
+    ranks = shards * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if ranks < 0 or ranks % degree == 0:  # -1: what the launcher leaves
+        return None
+    return (
+        f"parallelism.expert_parallel_degree = {degree}: it must divide data_parallel_shard_degree x "
+        f"context_parallel_degree x tensor_parallel_degree = {ranks}; nearest legal value: "
+        f"{nearest_divisor(ranks, degree)}"
+    )
+
+
 def _schedule_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
     """Rules that hold when one of our schedules runs."""
     parallelism, section = config.parallelism, config.slimpipe
     schedule, num_ranks = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
     num_slices, seq_len = section.num_slices, config.training.seq_len
+    if config.model_spec is not None:
+        yield from split_rules(config)
     if num_slices < num_ranks:
         yield (
             f"slimpipe.num_slices = {num_slices}: it must be at least parallelism.pipeline_parallel_degree = "
             f"{num_ranks}; nearest legal value: {num_ranks}"
         )
-    tp = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
+    cuts_tokens = parallelism.enable_sequence_parallel or parallelism.expert_parallel_degree > 1
+    tp = parallelism.tensor_parallel_degree if cuts_tokens else 1
     if seq_len < 1 or seq_len % (num_slices * tp):
         divisor = f"slimpipe.num_slices = {num_slices}"
         if tp > 1:
@@ -151,6 +140,8 @@ def _schedule_rules(config: SlimPipeTrainerConfig) -> Iterator[str]:
             f"training.seq_len = {seq_len}: it must be a positive multiple of {divisor}, so that all slices are equal; "
             f"nearest legal value: {_nearest_multiple(seq_len, num_slices * tp)}"
         )
+    elif config.model_spec is not None:
+        yield from expert_rules(config, slice_len=seq_len // num_slices)
     if schedule == "SlimPipe" and section.stages_per_rank not in (None, 1):
         yield (
             f"slimpipe.stages_per_rank = {section.stages_per_rank}: schedule SlimPipe has one stage per rank; nearest "
@@ -181,7 +172,7 @@ def _stage_rules(config: SlimPipeTrainerConfig, num_ranks: int, stages_per_rank:
                 f"{num_ranks} ranks x {stages_per_rank} stages per rank = {num_stages}"
             )
         return
-    num_layers = len(_layers(config.model_spec.model)) if config.model_spec else 0
+    num_layers = len(layers_of(config.model_spec.model)) if config.model_spec else 0
     shared = shared_matrices(config.slimpipe.vocab_parallel)
     room, fillers = num_layers, [f"{num_layers} layers"]
     if "tok_embeddings" not in shared:
@@ -248,24 +239,6 @@ def shared_matrices(vocab_parallel: str) -> tuple[str, ...]:
 def optimizer_group_of(name: str, groups: Sequence[ParamGroupConfig]) -> ParamGroupConfig | None:
     """The group that sets the optimizer of the parameter: the first whose pattern its name matches."""
     return next((group for group in groups if re.search(group.pattern, name)), None)
-
-
-def _layers(model: object) -> list:
-    return list(getattr(model, "layers", None) or [])
-
-
-def window_of(inner_attention: Any) -> int | None:
-    """The sliding window of a causal inner attention, in tokens seen, the query's own included; None if it has none."""
-    before, _ = getattr(inner_attention, "window_size", _NO_WINDOW)
-    return None if before < 0 else before + 1
-
-
-def _is_causal(attention: Any) -> bool:
-    """Whether our attention may take the place of the inner attention, all else staying the same."""
-    if type(attention) is not GQAttention.Config or type(attention.inner_attention) not in _CAUSAL:
-        return False
-    before, after = getattr(attention.inner_attention, "window_size", _NO_WINDOW)
-    return before >= -1 and after == 0
 
 
 def _torch_knows(schedule: str) -> bool:

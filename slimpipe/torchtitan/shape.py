@@ -6,11 +6,13 @@ from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 
 from slimpipe.planner.layout import SCHEDULES, Layout
 from slimpipe.planner.models import ModelShape
 from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.config import SlimPipeTrainerConfig
+from slimpipe.torchtitan.model_rules import layers_of
 from slimpipe.torchtitan.torch_schedules import num_torch_stages, torch_schedule_rules
 
 
@@ -24,7 +26,7 @@ def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
     if spec is None:
         raise ValueError("model: no model was chosen")
     model: Any = spec.model
-    layers = list(getattr(model, "layers", None) or [])
+    layers = layers_of(model)
     kinds = {_layer_sizes(layer) for layer in layers}
     if len(kinds) != 1 or None in kinds:
         raise ValueError(
@@ -48,6 +50,19 @@ def shape_of(config: SlimPipeTrainerConfig) -> ModelShape:
         tied=bool(getattr(model, "enable_weight_tying", False)),
         titan=(spec.name, spec.flavor),
     )
+
+
+def head_sizes(config: SlimPipeTrainerConfig) -> tuple[int, int, int, int] | None:
+    """Query heads, K,V heads, head dim of Q and K, and of V, of the first layer; None for attention of other kinds."""
+    layers = layers_of(config.model_spec and config.model_spec.model)
+    attention: Any = getattr(layers[0], "attention", None) if layers else None
+    if isinstance(attention, GQAttention.Config):
+        head_dim = attention.head_dim or attention.dim // attention.n_heads
+        return attention.n_heads, attention.n_kv_heads or attention.n_heads, head_dim, head_dim
+    if isinstance(attention, LatentAttention.Config):
+        head_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        return attention.n_heads, attention.n_heads, head_dim, attention.v_head_dim
+    return None
 
 
 def recompute_of(config: SlimPipeTrainerConfig) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from slimpipe.planner.costs import OpCosts
 from slimpipe.planner.hardware import Hardware
 from slimpipe.planner.layout import Layout
-from slimpipe.planner.model_cost import attention_shape, op_costs
+from slimpipe.planner.model_cost import op_costs
 from slimpipe.planner.models import ModelShape
 from slimpipe.planner.shown import Setting
 from slimpipe.program.cost import AttentionShape, ExchangeCosts
@@ -17,7 +17,7 @@ from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.config import SlimPipeTrainerConfig, check
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import product_of_degrees
-from slimpipe.torchtitan.shape import recompute_of, shape_of
+from slimpipe.torchtitan.shape import head_sizes, recompute_of, shape_of
 from slimpipe.torchtitan.toml import load_toml
 from slimpipe.torchtitan.torch_schedules import num_torch_stages
 
@@ -66,15 +66,19 @@ def setting_of_config(config: SlimPipeTrainerConfig) -> Setting:
 
 
 def slice_shape(config: SlimPipeTrainerConfig) -> AttentionShape | None:
-    """A slice in one attention layer of one rank; None for a model of a kind that the planner does not know."""
-    model = _model(config)
-    if model is None:
+    """A slice in the first attention layer of one rank; None for attention of a kind that no slices can have."""
+    sizes = head_sizes(config)
+    if sizes is None:
         return None
-    layout = Layout(tensor=config.parallelism.tensor_parallel_degree, pipeline=1, data=1)
-    shape = attention_shape(model, layout, slice_len=max(1, config.training.seq_len // config.slimpipe.num_slices))
-    return replace(
-        shape,
+    num_heads, num_kv_heads, head_dim, value_head_dim = sizes
+    tensor = config.parallelism.tensor_parallel_degree
+    return AttentionShape(
         batch=config.parallelism.pipeline_parallel_microbatch_size,
+        slice_len=max(1, config.training.seq_len // config.slimpipe.num_slices),
+        num_heads=num_heads // tensor,
+        num_kv_heads=num_kv_heads // tensor,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
         bytes_per_value=4 if config.training.mixed_precision_param == "float32" else 2,
     )
 

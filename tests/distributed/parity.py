@@ -54,6 +54,7 @@ class Case:
     tied: bool = False
     window: int | None = None
     """Of every attention layer but each third."""
+    value_head_dim: int = HEAD_DIM
     block_size: int = 3
     """Of a shared head."""
     options: dict[str, Any] = field(default_factory=lambda: {"context_exchange": "off"})
@@ -95,6 +96,7 @@ def unsliced(case: Case, batches: Sequence[Batch]) -> tuple[dict[str, torch.Tens
         vocab=case.vocab,
         tied=case.tied,
         window=case.window,
+        value_head_dim=case.value_head_dim,
         inner=DenseAttention if case.seq_len <= 128 else TorchAttention,
     )
     losses = []
@@ -127,7 +129,13 @@ def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **optio
     rank = dist.get_rank(group)
     num_layers = case.num_layers or case.num_stages
     torch.manual_seed(0)
-    whole = Decoder(layers=range(num_layers), num_kv_heads=case.num_kv_heads, vocab=case.vocab, tied=case.tied)
+    whole = Decoder(
+        layers=range(num_layers),
+        num_kv_heads=case.num_kv_heads,
+        vocab=case.vocab,
+        tied=case.tied,
+        value_head_dim=case.value_head_dim,
+    )
     layers = stage_layers(num_layers, case.num_stages)
     stages = []
     for index in range(rank, case.num_stages, case.p):
@@ -140,6 +148,7 @@ def make_schedule(case: Case, *, group: dist.ProcessGroup | None = None, **optio
             vocab=case.vocab,
             vocab_parallel=case.vocab_parallel,
             window=case.window,
+            value_head_dim=case.value_head_dim,
         )
         part.load_state_dict({name: value for name, value in whole.state_dict().items() if name in part.state_dict()})
         stages.append(PipelineStage(part, index, case.num_stages, torch.device("cpu"), group=group))

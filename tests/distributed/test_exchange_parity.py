@@ -69,20 +69,22 @@ def planned_bytes(program: Program, case: Case) -> int:
         num_heads=NUM_HEADS,
         num_kv_heads=case.num_kv_heads,
         head_dim=HEAD_DIM,
+        value_head_dim=case.value_head_dim,
         batch=case.batch,
         bytes_per_value=BYTES,
         bytes_per_statistic=BYTES,
     )
     total = sum(num_bytes for (_, source, _), num_bytes in by_pair.items() if source == rank)
     if case.recompute and not case.keep_output:
-        query = case.batch * case.slice_len * NUM_HEADS * HEAD_DIM * BYTES
+        lse = case.batch * case.slice_len * NUM_HEADS * BYTES
+        query, output = lse * HEAD_DIM, lse * case.value_head_dim
         for transfer in program.transfers:
             if transfer.phase is Op.BACKWARD:
                 layers = program.layers_per_stage[transfer.unit.stage]
                 if rank == program.rank_of(transfer.unit.stage):
                     total += layers * query
                 elif rank == transfer.helper:
-                    total += layers * (query + query // HEAD_DIM)  # output and LSE
+                    total += layers * (output + lse)
     return total
 
 
@@ -108,5 +110,17 @@ def test_layers_with_a_window_keep_their_work(rank_pool) -> None:
     cases = [
         Case(p=p, n=6, v=v, recompute=recompute, keep_output=False, documents=documents, **common)
         for p, v, recompute, documents in ((2, 1, True, (3, 14, 7)), (3, 2, False, None))
+    ]
+    check_cases(rank_pool, cases, check_schedule=check_exchange)
+
+
+def test_values_of_another_head_dim(rank_pool) -> None:
+    """Smaller than the queries', as in latent attention, and larger."""
+    common = {"slice_len": 5, "num_kv_heads": 2, "options": exchange(1), "runs": "TTEET"}
+    cases = [
+        Case(p=2, n=4, m=3, value_head_dim=2, documents=(7, 9, 4), **common),
+        Case(p=2, n=3, v=2, value_head_dim=3, window=7, recompute=True, keep_output=False, **common),
+        Case(p=2, n=2, value_head_dim=6, **common),
+        Case(p=3, n=6, value_head_dim=2, batch=2, recompute=True, **common),
     ]
     check_cases(rank_pool, cases, check_schedule=check_exchange)

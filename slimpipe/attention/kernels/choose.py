@@ -9,6 +9,7 @@ from slimpipe.attention.kernels.base import AttentionKernel, check_shapes
 from slimpipe.attention.kernels.flash_attn import FlashAttnKernel
 from slimpipe.attention.kernels.flash_attn_3 import FlashAttn3Kernel
 from slimpipe.attention.kernels.flash_attn_4 import FlashAttn4Kernel
+from slimpipe.attention.kernels.padded import padded_where_needed
 from slimpipe.attention.kernels.reference import ReferenceKernel
 from slimpipe.attention.kernels.torch_cpu_flash import TorchCpuFlashKernel
 from slimpipe.attention.kernels.torch_cuda_flash import TorchCudaFlashKernel
@@ -26,7 +27,7 @@ _FASTEST_FIRST: tuple[type[AttentionKernel], ...] = (
     ReferenceKernel,
 )
 _BY_NAME_ONLY: tuple[type[AttentionKernel], ...] = (TorchCudnnKernel,)
-_WITHOUT_WINDOWS = (TorchCudnnKernel,)
+_WITHOUT_WINDOWS = (TorchCudnnKernel.name,)
 
 
 def choose_kernel(
@@ -47,7 +48,7 @@ def choose_kernel(
     if name == "auto":
         reasons: dict[str, str] = {}
         for kind in _FASTEST_FIRST:
-            kernel = kind()
+            kernel = padded_where_needed(kind(), q_BLNH, k_BKGH, v_BKGH)
             reason = _refusal(kernel, q_BLNH, k_BKGH, v_BKGH, window)
             if reason is None:
                 return kernel
@@ -55,7 +56,8 @@ def choose_kernel(
         raise ValueError(
             "kernel = 'auto': no kernel serves these tensors: " + "; ".join(map(" ".join, reasons.items()))
         )
-    (kernel,) = (kind() for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY) if kind.name == name)
+    (kind,) = (kind for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY) if kind.name == name)
+    kernel = padded_where_needed(kind(), q_BLNH, k_BKGH, v_BKGH)
     reason = _refusal(kernel, q_BLNH, k_BKGH, v_BKGH, window)
     if reason is None:
         return kernel
@@ -68,11 +70,13 @@ def choose_kernel(
 
 def refusals(q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, *, window: bool = False) -> dict[str, str | None]:
     """For every kernel, fastest first, why it cannot serve tensors like these; None where it can."""
-    return {kind.name: _refusal(kind(), q_BLNH, k_BKGH, v_BKGH, window) for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY)}
+    tensors = q_BLNH, k_BKGH, v_BKGH
+    kernels = (padded_where_needed(kind(), *tensors) for kind in (*_FASTEST_FIRST, *_BY_NAME_ONLY))
+    return {kernel.name: _refusal(kernel, *tensors, window) for kernel in kernels}
 
 
 def _refusal(kernel: AttentionKernel, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Tensor, window: bool) -> str | None:
-    if window and isinstance(kernel, _WITHOUT_WINDOWS):
+    if window and kernel.name in _WITHOUT_WINDOWS:
         return "has no sliding windows"
     return kernel.refusal(q_BLNH, k_BKGH, v_BKGH)
 

@@ -192,13 +192,13 @@ def test_merge_neither_overflows_nor_changes_its_arguments():
 
 def test_auto_chooses_the_fastest_that_serves():
     assert choose_kernel("auto", *tensors()[:3]).name == "torch_cpu_flash"
-    assert choose_kernel("auto", *tensors(Hv=5)[:3]).name == "reference"
+    assert choose_kernel("auto", *tensors(Hv=9)[:3]).name == "reference"
 
 
 @pytest.mark.parametrize(
     "name, change, said",
     [
-        ("torch_cpu_flash", dict(Hv=5), "v has 5; these tensors can be served by auto, 'reference'"),
+        ("torch_cpu_flash", dict(Hv=9), "v has 9; these tensors can be served by auto, 'reference'"),
         ("torch_cuda_flash", {}, "needs tensors on a GPU; these are on cpu; .*'torch_cpu_flash', 'reference'"),
         ("flash_attn", {}, "needs tensors on a GPU"),
         ("flash", {}, "nearest legal value: 'flash_attn'"),
