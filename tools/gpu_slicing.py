@@ -143,7 +143,7 @@ class _Pieces:
         saved = self._out.to(DTYPE), self._lse
         for unit, (q, _, _, dout) in zip(self._units, self._slices, strict=True):
             parts = [(True, self._layer.own(unit))]
-            parts += [(False, self._layer.past(unit))] if unit.slice else []
+            parts += [(False, self._layer.slots(0, unit.slice))] if unit.slice else []
             for causal, kv in parts:
                 self._kernel.forward(q, *kv, causal=causal, scale=self._scale)
                 self._kernel.backward(dout, q, *kv, *saved, causal=causal, scale=self._scale)
@@ -155,5 +155,5 @@ class _Pieces:
     def carry(self) -> None:
         for unit, (_, k, v, _) in reversed(list(zip(self._units, self._slices, strict=True))):
             if unit.slice:
-                self._layer.add_past_gradient(unit, *self._layer.past(unit))
+                self._layer.add_past_gradient(unit, (0, unit.slice), *self._layer.slots(0, unit.slice))
             self._layer.take_gradient(unit, k, v)

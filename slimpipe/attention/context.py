@@ -8,6 +8,7 @@ no state is global, and two pipelines in one process do not see each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -54,6 +55,15 @@ class StageStore:
         return sum(layer.carry_bytes for layer in self._layers.values())
 
 
+class Past(NamedTuple):
+    """What queries see of earlier slices on this rank."""
+
+    slots: tuple[int, int]
+    """Range of the slots of K,V, outside of which nothing is seen."""
+    mask: Mask | None
+    """Of the view of these slots; None if every query sees all of it."""
+
+
 class SliceContext:
     """One unit, as its attention layers see it. Its masks are made once per phase, for all layers.
 
@@ -93,38 +103,44 @@ class SliceContext:
         """
         self.phase = phase
         self.sharing: Sharing = Alone() if sharing is None else sharing
-        self._masks: dict[tuple, tuple[Mask | None, Mask | None]] = {}
+        self._seen: dict[tuple, tuple[Mask | None, Past | None]] = {}
         self.sharing.start(self._store.layers)
 
-    def masks(self, num_rows: int, *, window: int | None) -> tuple[Mask | None, Mask | None]:
-        """What queries see of their own keys, beside causality, and of the past view on this rank; None for all.
+    def seen(self, num_rows: int, *, window: int | None) -> tuple[Mask | None, Past | None]:
+        """What queries see: the mask of their own keys, beside causality, and their past on this rank, None for none.
 
-        Less than the past itself where other ranks attend to some of it, or where a window hides it.
+        Less than the whole past where other ranks attend to some of it, or where documents or a window hide it.
 
         Args:
             num_rows: Batch rows.
             window: Of the last tokens, how many a query sees, itself included; None for all.
         """
         key = num_rows, window
-        if key not in self._masks:
+        if key not in self._seen:
             own_mask = self._documents.own_mask(self.unit.slice, window=window, num_rows=num_rows)
-            self._masks[key] = own_mask, self._past_mask(*key)
-        return self._masks[key]
+            self._seen[key] = own_mask, self._past(*key) if self.unit.slice else None
+        return self._seen[key]
 
-    def _past_mask(self, num_rows: int, window: int | None) -> Mask | None:
-        unit = self.unit
+    def _past(self, num_rows: int, window: int | None) -> Past | None:
+        unit, L = self.unit, self._documents.slice_len
+        low, high = self._store.plan.past(unit)
         moved = self.sharing.moved if window is None else ()  # layers with a window keep their work
-        if not unit.slice or not (self._documents.starts or moved or window):
+        mask = None
+        if self._documents.starts or moved or window:
+            mask = self._documents.part_mask(
+                unit.slice,
+                [(held * L, (held + 1) * L) for held in self._store.plan.slices_in(unit, low, high)],
+                rows=subtract(((0, unit.slice * L),), moved),
+                num_rows=num_rows,
+                window=window,
+            )
+        if mask is None:
+            return Past((low, high), None)
+        if mask.sees_nothing:
             return None
-        L = self._documents.slice_len
-        slots = self._store.plan.slices_in(unit, *self._store.plan.past(unit))
-        return self._documents.part_mask(
-            unit.slice,
-            [(held * L, (held + 1) * L) for held in slots],
-            rows=subtract(((0, unit.slice * L),), moved),
-            num_rows=num_rows,
-            window=window,
-        )
+        # Of the slots that nobody sees, gradients would be zeros: a long past costs nothing where it is hidden.
+        first, last = mask.keys_seen(step=L)
+        return Past((low + first // L, low + last // L), mask.of_keys(first, last))
 
     @property
     def num_called(self) -> int:

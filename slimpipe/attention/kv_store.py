@@ -91,12 +91,9 @@ class LayerStore:
         slot = self._plan.slot(unit)
         return self._slots(self._kv, slot, slot + 1)
 
-    def past(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """K,V of all earlier slices of the microbatch, as views ``(k_BKGH, v_BKGH)``; not for slice 0, which has none.
-
-        The order of the slices inside the views is the plan's, see `SlotPlan.slices_in`.
-        """
-        return self._slots(self._kv, *self._plan.past(unit))
+    def slots(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K,V of the slices in a range of slots, as views ``(k_BKGH, v_BKGH)``, in the order of slots."""
+        return self._slots(self._kv, low, high)
 
     def rows(self, unit: Unit, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
         """K,V of some past tokens of the unit's microbatch, ``(k_BKGH, v_BKGH)``, in the order of tokens; copies."""
@@ -115,28 +112,23 @@ class LayerStore:
         pair, _ = self._kept.get(unit, (None, None))
         return pair
 
-    def add_past_gradient(self, unit: Unit, dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor) -> None:
-        """Add one slice's contribution to the dK,dV of all earlier slices, in fp32 or wider."""
-        low, high = self._plan.past(unit)
-        if self._carry is None:
-            # Backward runs from the last slice down: the first past seen is the widest.
-            self._carry_low = low
+    def add_past_gradient(
+        self, unit: Unit, slots: tuple[int, int], dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor
+    ) -> None:
+        """Add one slice's contribution to the dK,dV of the earlier slices in a range of slots, in fp32 or wider."""
+        if self._carry is None and slots == self._plan.past(unit):
+            self._carry_low = slots[0]
             wide = wide_dtype(dk_BKGH.dtype)
             self._carry = dk_BKGH.to(wide), dv_BKGH.to(wide)
             return
-        views = self._slots(self._carry, low - self._carry_low, high - self._carry_low)
-        for carry, x in zip(views, (dk_BKGH, dv_BKGH), strict=True):
-            carry.add_(x)
+        carry = self._carry_for(unit)
+        low, high = (slot - self._carry_low for slot in slots)
+        for view, x in zip(self._slots(carry, low, high), (dk_BKGH, dv_BKGH), strict=True):
+            view.add_(x)
 
     def add_rows_gradient(self, unit: Unit, runs: Runs, dk_BKGH: torch.Tensor, dv_BKGH: torch.Tensor) -> None:
         """Add what another rank has computed for the dK,dV of some past tokens, in the order of tokens."""
-        if self._carry is None:
-            low, high = self._plan.past(unit)
-            k_BKGH, v_BKGH = self._slots(self._kv, low, high)
-            wide = wide_dtype(k_BKGH.dtype)
-            self._carry = torch.zeros_like(k_BKGH, dtype=wide), torch.zeros_like(v_BKGH, dtype=wide)
-            self._carry_low = low
-        carry = self._carry
+        carry = self._carry_for(unit)
         for run, *gradients in cut_by_run(self._by_slice(runs), dk_BKGH, dv_BKGH):
             for view, x in zip(self._token_views(carry, unit, run, low=self._carry_low), gradients, strict=True):
                 view.add_(x)
@@ -159,6 +151,15 @@ class LayerStore:
         if low == high:
             self._carry = None
         return dk_BLGH, dv_BLGH
+
+    def _carry_for(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """The dK,dV in waiting, zeros at first. Backward runs from the last slice down: the first past is widest."""
+        if self._carry is None:
+            self._carry_low, high = self._plan.past(unit)
+            k_BKGH, v_BKGH = self._slots(self._kv, self._carry_low, high)
+            wide = wide_dtype(k_BKGH.dtype)
+            self._carry = torch.zeros_like(k_BKGH, dtype=wide), torch.zeros_like(v_BKGH, dtype=wide)
+        return self._carry
 
     def _by_slice(self, runs: Runs) -> Iterator[Run]:
         """Cuts runs where one slice ends and the next begins: their slots need not be neighbours."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 import torch
@@ -64,6 +64,18 @@ class Mask:
         """`Block.left` of every block, which must be the same."""
         (left,) = {block.left for block in self.blocks}
         return left
+
+    def keys_seen(self, *, step: int) -> tuple[int, int]:
+        """The range of keys outside of which no query sees any, rounded outwards to multiples of ``step``."""
+        low = min(block.keys.start for block in self.blocks)
+        high = max(block.keys.stop for block in self.blocks)
+        return low // step * step, -(-high // step) * step
+
+    def of_keys(self, low: int, high: int) -> Mask:
+        """The mask of the keys low .. high - 1 alone, which must hold all that any query sees."""
+        B, L, _ = self.shape_BLK
+        cut = [replace(block, keys=slice(block.keys.start - low, block.keys.stop - low)) for block in self.blocks]
+        return Mask((B, L, high - low), tuple(cut))
 
     def _is_whole(self, block: Block) -> bool:
         cuts = block.rows, block.queries, block.keys

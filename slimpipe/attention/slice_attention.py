@@ -23,7 +23,6 @@ from slimpipe.attention.kv_store import LayerStore
 from slimpipe.attention.mask import Documents, Mask
 from slimpipe.dtypes import wide_dtype
 from slimpipe.options import check_kernel_name
-from slimpipe.program import Unit
 from slimpipe.torch_private import hidden_from_dispatch_modes
 
 
@@ -165,17 +164,17 @@ class _SliceAttention(torch.autograd.Function):
         context, layer, call = ctx.args
         kernel, scale, window = call
         unit, sharing = context.unit, context.sharing
-        own_mask, past_mask = context.masks(len(q), window=window)
+        own_mask, past = context.seen(len(q), window=window)
         sharing.begin(Phase.BACKWARD, layer, (q, dout, out, lse), call)
         dq, dk, dv = kernel.backward(dout, q, *layer.own(unit), out, lse, causal=True, mask=own_mask, scale=scale)
         sharing.serve()
         dq = dq.to(wide_dtype(dq.dtype))
-        if _sees_past(unit, past_mask):
+        if past is not None:
             dq_past, dk_past, dv_past = kernel.backward(
-                dout, q, *layer.past(unit), out, lse, causal=False, mask=past_mask, scale=scale
+                dout, q, *layer.slots(*past.slots), out, lse, causal=False, mask=past.mask, scale=scale
             )
             dq.add_(dq_past)
-            layer.add_past_gradient(unit, dk_past, dv_past)
+            layer.add_past_gradient(unit, past.slots, dk_past, dv_past)
         for (dq_moved,) in sharing.replies():
             dq.add_(dq_moved)
         dk, dv = layer.take_gradient(unit, dk, dv)
@@ -186,18 +185,13 @@ def _attend(q: Tensor, context: SliceContext, layer: LayerStore, call: Attention
     """Output in the dtype of q, and LSE, of one slice."""
     kernel, scale, window = call
     unit, sharing = context.unit, context.sharing
-    own_mask, past_mask = context.masks(len(q), window=window)
+    own_mask, past = context.seen(len(q), window=window)
     sharing.begin(Phase.FORWARD, layer, (q,), call)
     out, lse = kernel.forward(q, *layer.own(unit), causal=True, mask=own_mask, scale=scale)
     sharing.serve()
-    if _sees_past(unit, past_mask):
-        past = kernel.forward(q, *layer.past(unit), causal=False, mask=past_mask, scale=scale)
-        out, lse = merge(out, lse, *past)
+    if past is not None:
+        part = kernel.forward(q, *layer.slots(*past.slots), causal=False, mask=past.mask, scale=scale)
+        out, lse = merge(out, lse, *part)
     for moved in sharing.replies():
         out, lse = merge(out, lse, *moved)
     return out.to(q.dtype), lse
-
-
-def _sees_past(unit: Unit, past_mask: Mask | None) -> bool:
-    """Whether any query sees any past key on this rank."""
-    return unit.slice > 0 and not (past_mask is not None and past_mask.sees_nothing)

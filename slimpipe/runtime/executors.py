@@ -138,6 +138,10 @@ class Executors:
         if self._transport is None:
             wraps = len(self._stages) > 1
             self._transport = Transport(self._group, wraps=wraps, device=self._device, timeout=timeout)
+            if self._options.context_exchange != "off":
+                # Now, though it may not be needed: with a device bound to NCCL all ranks of the job, not only those of
+                # this pipeline, take part in making a group, and another pipeline may plan otherwise.
+                self._mailbox = Mailbox(self._group, device=self._device, timeout=timeout)
         if timeout is not None and timeout != self._transport.timeout:
             self._set_timeout(timeout)  # torchtitan shortens its groups' timeouts after the first step
         if has_new_shape:
@@ -196,8 +200,7 @@ class Executors:
                     self._options.exchange_granularity,
                 )
             return self._plain_executor(shape)
-        if self._mailbox is None:
-            self._mailbox = Mailbox(self._group, device=self._device, timeout=group_timeout(self._group, self._device))
+        assert self._mailbox is not None
         self._mailbox.connect((program.rank_of(transfer.unit.stage), transfer.helper) for transfer in program.transfers)
         exchange = Exchange(program, rank=self._rank, mailbox=self._mailbox, stages=stages)
         return self._executor(program, exchange)

@@ -69,8 +69,10 @@ class Stage:
         self.attention = [module for module in submod.modules() if isinstance(module, SliceAttention)]
         self._gradient_sync = GradientSync(submod)
         self._takes = check_module(submod, index=index, has_attention=bool(self.attention))
-        for name in {kernel, *(module.kernel for module in self.attention)}:
-            check_kernel_runs(name, device=device)
+        check_kernel_runs(kernel, device=device)
+        for module in self.attention:
+            name = kernel if module.kernel == "auto" else module.kernel
+            check_kernel_runs(name, device=device, window=module.window is not None)
         self._live: dict[Unit, _Live] = {}
         self._store: StageStore | None = None
         self._attention_checked = False

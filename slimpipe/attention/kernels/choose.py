@@ -81,11 +81,11 @@ def _refusal(kernel: AttentionKernel, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGH: Te
     return kernel.refusal(q_BLNH, k_BKGH, v_BKGH)
 
 
-def check_kernel_runs(name: str, *, device: torch.device) -> None:
+def check_kernel_runs(name: str, *, device: torch.device, window: bool = False) -> None:
     """Refuse a kernel that ``device`` or the installed packages cannot run, before there is a tensor to run it on.
 
     Raises:
         ValueError: as `choose_kernel`, for bfloat16 and a head dim of 64.
     """
     probe_BLNH = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    choose_kernel(name, probe_BLNH, probe_BLNH, probe_BLNH)
+    choose_kernel(name, probe_BLNH, probe_BLNH, probe_BLNH, window=window)

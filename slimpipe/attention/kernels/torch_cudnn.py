@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slimpipe.attention.kernels.base import head_dim_contiguous
 from slimpipe.attention.kernels.cuda import MLA, CudaKernel, refuse_head_dims, refuse_older_than_ampere
+from slimpipe.attention.kernels.packages import deterministic
 from slimpipe.attention.kernels.reference import ReferenceKernel
 
 
@@ -36,7 +37,7 @@ class TorchCudnnKernel(CudaKernel):
         version = torch.backends.cudnn.version()
         if version is None or version < 91100:
             return f"needs cuDNN 9.11 or newer; this PyTorch has {version}"
-        if torch.are_deterministic_algorithms_enabled():
+        if deterministic():
             return "has no deterministic backward"
         # 256 depends on what PyTorch was compiled with, which it does not tell.
         pairs = (MLA,) if capability[0] in (9, 10) else ()
@@ -44,7 +45,7 @@ class TorchCudnnKernel(CudaKernel):
         return reason or refuse_head_dims(head_dim, head_dim_v, up_to=128, and_also=pairs)
 
     def _forward(self, q_BLNH, k_BKGH, v_BKGH, causal, left, scale):
-        _refuse_window(left)
+        assert left is None, "choose_kernel was not told of a window"
         if k_BKGH.shape[1] == 1:  # cuDNN has no attention to a single key
             return ReferenceKernel()._forward(q_BLNH, k_BKGH, v_BKGH, causal, None, scale)
         by_head = map(_by_head, (q_BLNH, k_BKGH, v_BKGH))
@@ -52,7 +53,7 @@ class TorchCudnnKernel(CudaKernel):
         return out_BNLH.transpose(1, 2), lse_BNL1.squeeze(-1)
 
     def _backward(self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL, causal, left, scale):
-        _refuse_window(left)
+        assert left is None, "choose_kernel was not told of a window"
         L, K = q_BLNH.shape[1], k_BKGH.shape[1]
         if K == 1:
             tensors = dout_BLNH, q_BLNH, k_BKGH, v_BKGH, out_BLNH, lse_BNL
@@ -70,8 +71,3 @@ class TorchCudnnKernel(CudaKernel):
 
 def _by_head(x_BLNH: Tensor) -> Tensor:
     return head_dim_contiguous(x_BLNH).transpose(1, 2)
-
-
-def _refuse_window(left: int | None) -> None:
-    if left is not None:
-        raise ValueError("kernel = 'torch_cudnn': torch_cudnn has no sliding windows; take 'torch_cuda_flash' for them")

@@ -139,10 +139,3 @@ def test_the_cut_off_the_window_is_exact_for_every_size():
                     *kernel._backward(dout, q, k, v, out, lse, False, left, SCALE),
                 )
                 assert all((mine - truth).norm() <= EXACT * truth.norm() + 1e-300 for mine, truth in zip(got, want))
-
-
-def test_cudnn_refuses_a_window():
-    q, k, _, _ = tensors(1)
-    mask = Documents((), slice_len=16).own_mask(0, window=3, num_rows=1)
-    with pytest.raises(ValueError, match="torch_cudnn has no sliding windows"):
-        CUDNN.forward(q, k, k, causal=True, scale=SCALE, mask=mask)

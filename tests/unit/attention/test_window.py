@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimpipe import SliceAttention
+from slimpipe import SliceAttention, build_program
+from slimpipe.attention.context import SliceContext, StageStore
 from slimpipe.attention.kernels.reference import ReferenceKernel
 from slimpipe.attention.kernels.torch_cpu_flash import TorchCpuFlashKernel
 from slimpipe.attention.mask import Block, Documents, Mask
+from slimpipe.program import Unit, plan_slots
 from slimpipe.program.runs import join
 from tests.model import DenseAttention
 
@@ -88,6 +90,22 @@ def test_a_window_takes_one_call_per_part_in_slice_order():
     assert own.blocks == (Block(slice(0, 2), slice(0, 4), slice(0, 4), left=2),) and own.is_one_band
     assert documents.own_mask(3, window=4, num_rows=2) is None, "a window as long as the slice hides none of its keys"
     assert documents.part_mask(3, [(8, 12)], num_rows=2, window=1).sees_nothing
+
+
+def test_a_past_out_of_sight_is_left_alone():
+    plan = plan_slots(build_program(1, 4, 1, 1), [0])
+    store = StageStore(plan, {})
+
+    def seen(starts, window):
+        context = SliceContext(Unit(0, 0, 3), store, Documents(starts, slice_len=4), keep_output=False)
+        return context.seen(1, window=window)[1]
+
+    assert seen((), None) == ((0, 3), None)
+    slots, mask = seen((), 3)
+    assert slots == (2, 3) and mask.blocks == (Block(slice(0, 1), slice(0, 2), slice(2, 4), left=0),)
+    slots, mask = seen(((0, 6),), None)
+    assert slots == (1, 3) and mask.blocks == (Block(slice(0, 1), slice(0, 4), slice(2, 8)),)
+    assert seen(((0, 12),), None) is None and seen((), 1) is None
 
 
 def dense(q, k, v, starts, window):
