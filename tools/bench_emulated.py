@@ -164,12 +164,12 @@ def emulated_kernel(clock: SleepingClock, costs: Costs) -> AbstractContextManage
         num_pairs = q_BLNH.shape[1] * k_BKGH.shape[1] / (2 if causal else 1)
         clock.compute(factor * costs.attention_pair * num_pairs)
 
-    def forward(_self, q_BLNH, k_BKGH, _v_BKGH, causal, _scale):
+    def forward(_self, q_BLNH, k_BKGH, _v_BKGH, causal, _left, _scale):
         sleep(q_BLNH, k_BKGH, causal, 1.0)
         B, L, N, _ = q_BLNH.shape
         return q_BLNH.clone(), q_BLNH.new_zeros(B, N, L)
 
-    def backward(_self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, _out_BLNH, _lse_BNL, causal, _scale):
+    def backward(_self, dout_BLNH, q_BLNH, k_BKGH, v_BKGH, _out_BLNH, _lse_BNL, causal, _left, _scale):
         sleep(q_BLNH, k_BKGH, causal, BACKWARD_TO_FORWARD)
         return dout_BLNH.clone(), torch.zeros_like(k_BKGH), torch.zeros_like(v_BKGH)
 

@@ -118,10 +118,11 @@ class Bench:
             part = whole_decoder(setting, self._device).keep(index, num_stages, vocab_parallel=vocab_parallel)
             part.forward = self.clock.timed(part.forward)
             self.parts.append(part)
-        stages: list[Any] = [
-            PipelineStage(part, rank + j * setting.num_ranks, num_stages, self._device)
-            for j, part in enumerate(self.parts)
-        ]
+        stages: list[Any] = []
+        for j, part in enumerate(self.parts):
+            index = rank + j * setting.num_ranks
+            metas: dict[str, Any] = {} if self.is_ours else _metas(setting, index, num_stages)
+            stages.append(PipelineStage(part, index, num_stages, self._device, **metas))
         num_tokens = count * setting.seq_len
         loss_fn: Callable = self.clock.timed(lambda output, target: cross_entropy_sum(output, target) / num_tokens)
         self.schedule: Any
@@ -189,7 +190,7 @@ class Bench:
         return StepTime(slowest, *over_ranks(dist.ReduceOp.SUM, self.clock.wall_seconds, self.clock.cpu_seconds))
 
     def peak_live_bytes(self) -> list[int]:
-        """Of each rank, in one step, which must not be the first: in that torch's schedules infer shapes."""
+        """Of each rank, in one step."""
         meter = MemoryMeter(list(self.parts))
         meter.exclude([*self._args, *self._kwargs.values()])
         self.clock.after_call = meter.read
@@ -225,6 +226,19 @@ def whole_decoder(setting: Setting, device: torch.device) -> Decoder:
     torch.manual_seed(0)
     with device:
         return Decoder(setting).to(DTYPES[setting.dtype])
+
+
+def _metas(setting: Setting, stage: int, num_stages: int) -> dict[str, Tensor]:
+    """What goes in and out of a stage, for torch's schedules, which need NumPy to find it out."""
+    dtype, tokens_BS = DTYPES[setting.dtype], torch.empty(1, setting.seq_len, dtype=torch.int64, device="meta")
+
+    def meta(dim: int) -> Tensor:
+        return torch.empty(*tokens_BS.shape, dim, dtype=dtype, device="meta", requires_grad=True)
+
+    return {
+        "input_args": meta(setting.dim) if stage else tokens_BS,
+        "output_args": meta(setting.dim if stage < num_stages - 1 else setting.vocab),
+    }
 
 
 def make_batch(setting: Setting, device: torch.device) -> tuple[Tensor, Tensor]:

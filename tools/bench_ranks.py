@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _POLL_SECONDS = 0.1
+_END_SECONDS = 10.0
+"""More than it takes to end ranks when one has failed."""
 
 
 def run_ranks(measure: Callable[[Any], Any], setting: Any, *, num_ranks: int, num_threads: int = 1) -> Any:
@@ -58,17 +61,15 @@ def stream_ranks(
         What each function returned on rank 0, as soon as it has.
 
     Raises:
-        Exception: A rank raised or died; the others are ended.
+        Exception: A rank raised or died; the others are ended. It is the first one's.
         TimeoutError: A function took too long.
     """
-    os.environ |= {
-        "OMP_NUM_THREADS": str(num_threads),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["slimpipe", "torch.distributed.pipelining"])  # once for all ranks, not in each
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results, theirs = mp.get_context("spawn").Pipe(duplex=False)
+    results, theirs = forks.Pipe(duplex=False)
     args = (measures, num_ranks, num_threads, timeout, backend, prepare, store.port, theirs)
-    ranks = mp.spawn(_run_rank, args, nprocs=num_ranks, join=False)
+    ranks = mp.start_processes(_run_rank, args, nprocs=num_ranks, join=False, start_method="forkserver")
     try:
         for _ in measures:
             yield _next_result(results, ranks, timeout)
@@ -76,6 +77,7 @@ def stream_ranks(
     finally:
         for process in ranks.processes:
             process.kill()
+        for process in ranks.processes:
             process.join()
 
 
@@ -113,6 +115,7 @@ def _run_rank(
     port: int,
     results: Connection,
 ) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(num_threads)
     if prepare is not None:
         prepare()
@@ -125,7 +128,12 @@ def _run_rank(
             world_size=num_ranks,
             timeout=None if timeout is None else timedelta(seconds=timeout),
         )
-        figures = measure()
+        try:
+            figures = measure()
+        except Exception:
+            if store.add("failed", 1) > 1:  # for lack of the rank that failed first, whose error is to be raised
+                time.sleep(_END_SECONDS)
+            raise
         if rank == 0:
             results.send(figures)
         dist.barrier()

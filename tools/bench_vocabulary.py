@@ -81,8 +81,6 @@ def measure(setting: Setting) -> dict[str, Any]:
             for vocab_parallel in setting.vocab_parallel if ours else ("none",):
                 options = SlimPipeOptions(context_exchange="off")
                 bench = Bench(name, setting, num_slices=num_slices, vocab_parallel=vocab_parallel, options=options)
-                if not ours:
-                    bench.step()  # in the first one, torch's schedules infer shapes
                 with LogitBytes(sizes={setting.vocab, len(rows)}, dim=setting.dim) as counted:
                     bench.clock.after_call = counted.end_unit
                     bench.step()

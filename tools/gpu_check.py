@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where it is not installed
 
+import gpu_quiet
 import torch
 from gpu_figures import Figure
 from gpu_jobs import JobError, run_job
@@ -37,10 +39,12 @@ from gpu_report import Note, Report, describe, failed
 
 TOOLS = Path(__file__).resolve().parent
 PARTS = ("a", "b", "c", "d", "e")
+ORDER = ("a", "b", "e", "c", "d")
+"""What takes little time comes first."""
 SLICING_SHARE = 0.25
 """Of the minutes, for part (b), whose longest sequence is skipped rather than late."""
-JOB_SHARE = 0.5
-"""A job that takes longer is ended."""
+JOB_SHARE = 1 / 3
+"""A job that takes longer is ended, unless it has a limit of its own."""
 PRELOAD = ("torch", "gpu_kernels", "gpu_slicing", "gpu_vocabulary")
 FILE_NAME = "gpu_check.json"
 
@@ -51,42 +55,51 @@ class Job(NamedTuple):
     part: str
     name: str
     work: Callable[[], Iterable[Figure | Note]]
+    seconds: float | None = None
+    """Limit of its own."""
 
 
 def jobs(parts: list[str], device: torch.device, *, tiny: bool, minutes: float) -> Iterator[Job | Note | Figure]:
-    """What to do, and what can be said without doing anything."""
-    for part in [part for part in parts if not (part == "d" and "c" in parts)]:  # measured together
+    """What to do, and what can be said without doing anything; kernels that are slow to check come last."""
+    end = time.monotonic() + minutes * 60
+    todo = [part for part in ORDER if part in parts and not (part == "d" and "c" in parts)]  # c, d: measured together
+    for part, last in [*((part, False) for part in todo), *((part, True) for part in todo if part in ("a", "b"))]:
         try:
-            yield from _jobs_of(part, device, tiny=tiny, minutes=minutes)
+            if part in ("a", "b"):
+                yield from _jobs_by_kernel(part, device, last=last, tiny=tiny, minutes=minutes)
+            elif part == "e":
+                yield Job(part, "vocabulary", partial(importlib.import_module("gpu_vocabulary").run, device, tiny=tiny))
+            else:
+                pipeline = importlib.import_module("gpu_pipeline")
+                work = partial(pipeline.run, device, tiny=tiny, deadline=end)
+                yield Job(part, "pipeline", work, max(0.0, end - time.monotonic()) + 2 * pipeline.SECONDS)
         except Exception as error:
             yield failed(part, f"starting part ({part})", error)
 
 
-def _jobs_of(part: str, device: torch.device, *, tiny: bool, minutes: float) -> Iterator[Job | Note | Figure]:
-    if part in ("a", "b"):
-        kernels = importlib.import_module("gpu_kernels")
-        served, refused = kernels.labels(device)
-        if part == "a":
+def _jobs_by_kernel(
+    part: str, device: torch.device, *, last: bool, tiny: bool, minutes: float
+) -> Iterator[Job | Note | Figure]:
+    kernels = importlib.import_module("gpu_kernels")
+    served, refused = kernels.labels(device)
+    served = {kernel: head_dims for kernel, head_dims in served.items() if (kernel in kernels.BUILDS_PLANS) == last}
+    if part == "a":
+        if not last:
             yield from refused
-            for kernel, head_dims in served.items():
-                work = partial(kernels.check, device, kernel=kernel, head_dims=head_dims, tiny=tiny)
-                yield Job(part, kernel, work)
-            return
-        slicing = importlib.import_module("gpu_slicing")
-        names = [kernel for kernel, head_dims in served.items() if str(slicing.FULL.head_dim) in head_dims]
-        too_slow = {kernel: note for kernel in names if (note := slicing.too_slow(kernel)) is not None}
-        yield from too_slow.values()
-        names = [kernel for kernel in names if kernel not in too_slow]
-        end = time.monotonic() + minutes * 60 * SLICING_SHARE
-        for index, kernel in enumerate(names):
-            now = time.monotonic()
-            deadline = now + (end - now) / (len(names) - index)
-            yield Job(part, kernel, partial(slicing.run, device, kernel=kernel, tiny=tiny, deadline=deadline))
-    elif part in ("c", "d"):
-        work = partial(importlib.import_module("gpu_pipeline").run, device, tiny=tiny)
-        yield Job(part, "pipeline", work)
-    else:
-        yield Job(part, "vocabulary", partial(importlib.import_module("gpu_vocabulary").run, device, tiny=tiny))
+        for kernel, head_dims in served.items():
+            work = partial(kernels.check, device, kernel=kernel, head_dims=head_dims, tiny=tiny)
+            yield Job(part, kernel, work)
+        return
+    slicing = importlib.import_module("gpu_slicing")
+    names = [kernel for kernel, head_dims in served.items() if str(slicing.FULL.head_dim) in head_dims]
+    too_slow = {kernel: note for kernel in names if (note := slicing.too_slow(kernel)) is not None}
+    yield from too_slow.values()
+    names = [kernel for kernel in names if kernel not in too_slow]
+    end = time.monotonic() + minutes * 60 * SLICING_SHARE
+    for index, kernel in enumerate(names):
+        now = time.monotonic()
+        deadline = now + (end - now) / (len(names) - index)
+        yield Job(part, kernel, partial(slicing.run, device, kernel=kernel, tiny=tiny, deadline=deadline))
 
 
 def _prepared(work: Callable[[], Iterable[Figure | Note]], device: torch.device) -> Iterable[Figure | Note]:
@@ -115,7 +128,8 @@ def check(
         written = began
         try:
             work = partial(_prepared, job.work, device)
-            for item in run_job(work, seconds=minutes * 60 * JOB_SHARE, preload=PRELOAD):
+            seconds = minutes * 60 * JOB_SHARE if job.seconds is None else job.seconds
+            for item in run_job(work, seconds=seconds, preload=PRELOAD):
                 report.add(item)
                 if time.monotonic() - written > 1:
                     report.write(path)
@@ -124,8 +138,9 @@ def check(
             report.add(failed(job.part, job.name, error))
             if error.details:
                 report.add(Note(job.part, f"{job.name}, traceback", error.details))
-        report.seconds[f"{job.part} {job.name}"] = time.monotonic() - began
-        report.write(path)
+        finally:  # also where the tool is told to end
+            report.seconds[f"{job.part} {job.name}"] = time.monotonic() - began
+            report.write(path)
         new = report.figures[num_before:]
         num_failed = sum(not figure.ok for figure in new)
         print(f" {len(new)} figures, {num_failed} failed, {time.monotonic() - began:.1f} s", flush=True)
@@ -153,6 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.read is not None:
         report = Report.read(args.read)
     else:
+        warnings = [os.environ.get("PYTHONWARNINGS"), f"ignore:{gpu_quiet.NO_NUMPY}"]
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, warnings))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH", "")])
         device = torch.device(args.device)
         if device.type == "cuda" and device.index is None:
@@ -167,4 +184,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the file gets what is known, and all processes end
     sys.exit(main())

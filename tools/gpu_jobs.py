@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-GRACE_SECONDS = 5.0
+EXIT_SECONDS = 30.0
+"""For a process to end whose work is done."""
+STOP_SECONDS = 10.0
+"""For one to end its own processes once it is told to end."""
 
 Work = Callable[[], Iterable[Any]]
 
@@ -32,23 +37,27 @@ def run_job(work: Work, *, seconds: float, preload: Sequence[str] = ()) -> Itera
     process.start()
     sender.close()
     end = time.monotonic() + seconds
+    is_done = False
     try:
         while receiver.poll(max(0.0, end - time.monotonic())):
             item = receiver.recv()
             if isinstance(item, JobError):
+                is_done = True
                 raise item
             yield item
         raise JobError(f"ended after {seconds:.0f} s", details="")
     except EOFError:
-        process.join()
+        process.join(EXIT_SECONDS)
+        if process.exitcode is None:
+            raise JobError("its process did not end", details="") from None
         if process.exitcode:
             raise JobError(f"its process ended with exit code {process.exitcode}", details="") from None
     finally:
-        process.join(GRACE_SECONDS if time.monotonic() < end else 0.0)
+        process.join(EXIT_SECONDS if is_done else 0.0)
         for stop in (process.terminate, process.kill):
             if process.is_alive():
                 stop()
-                process.join(GRACE_SECONDS)
+                process.join(STOP_SECONDS)
 
 
 class JobError(Exception):
@@ -63,6 +72,7 @@ class JobError(Exception):
 
 
 def _send_all(work: Work, sender: Connection) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that work ends the processes that it has started
     try:
         for item in work():
             sender.send(item)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial, wraps
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,11 @@ from gpu_figures import Figure
 from slimpipe import SlimPipeOptions
 from slimpipe.planner.memory import Numerics
 
-_SLICES = (8, 16)
+SLICES = (8, 16)
 _GPU = Numerics(value_bytes=2, wide_bytes=4, mixed=False)
 _GIB = 2**30
+_ON_CPU, _ON_GPU = "held between units", "allocator's peak"
+"""What is compared."""
 
 
 class _Peaks(NamedTuple):
@@ -78,8 +81,8 @@ class AllocatorWatch:
         return peak
 
 
-def memory(device: torch.device, tiny: bool) -> list[Figure]:
-    """Runs on every rank."""
+def memory(device: torch.device, tiny: bool, *, num_slices: int) -> list[Figure]:
+    """Runs on every rank; with 0 slices torch's 1F1B."""
     sizes = {"num_ranks": dist.get_world_size(), "num_microbatches": 4, "num_stages_per_rank": 1}
     if tiny:
         setting = Setting(**sizes, num_layers=4, dim=64, num_heads=4, num_kv_heads=2, vocab=64, seq_len=128)
@@ -87,22 +90,34 @@ def memory(device: torch.device, tiny: bool) -> list[Figure]:
         setting = Setting(
             **sizes, num_layers=12, dim=2048, num_heads=16, num_kv_heads=4, vocab=32000, seq_len=32768, dtype="bfloat16"
         )
-    figures, rank_0, results = [], [], []
-    for name, num_slices in (*(("SlimPipe", n) for n in _SLICES), ("1F1B", 0)):
-        title, peaks, result = _run(name, num_slices, setting, device)
-        figures += _figures(title, peaks, _formula(setting, num_slices, device), is_ours=name == "SlimPipe")
-        rank_0.append((peaks.peak or peaks.held)[0])
-        results.append(result)
-    for n, mine, (loss, grad_norm) in zip(_SLICES, rank_0[:-1], results[:-1], strict=True):
-        p = setting.num_ranks
-        title, bound = f"SlimPipe n={n} over 1F1B", 1.05 * (1 + 2 * (p - 1) / n) / p
-        losses, norms = (abs(ours / theirs - 1) for ours, theirs in zip((loss, grad_norm), results[-1], strict=True))
-        figures += [
-            Figure("c", f"{title}: bytes of rank 0 (1.05 (1 + 2 (p-1) / n) / p)", mine / rank_0[-1], "ratio", bound),
-            Figure("c", f"{title}: loss", losses, "relative", 1e-3),
-            Figure("c", f"{title}: norm of gradients", norms, "relative", 2e-2),
+    is_ours = num_slices > 0
+    title, peaks, (loss, grad_norm) = _run("SlimPipe" if is_ours else "1F1B", num_slices, setting, device)
+    return [
+        *_figures(title, peaks, _formula(setting, num_slices, device), is_ours=is_ours),
+        Figure("c", f"{title}, a step: loss", loss, ""),
+        Figure("c", f"{title}, a step: norm of gradients", grad_norm, ""),
+    ]
+
+
+def over_1f1b(figures: list[Figure], *, num_ranks: int) -> list[Figure]:
+    """SlimPipe over torch's 1F1B, where both have been measured."""
+    values = {figure.name: figure.value for figure in figures}
+    compared = []
+    for n, what in product(SLICES, (_ON_CPU, _ON_GPU)):
+        ours, theirs = f"SlimPipe n={n}", "1F1B"
+        if not {f"{ours}: {what}, rank 0", f"{theirs}: {what}, rank 0"} <= values.keys():
+            continue
+        title, bound = f"{ours} over {theirs}", 1.05 * (1 + 2 * (num_ranks - 1) / n) / num_ranks
+        rank_0, loss, grad_norm = (
+            values[f"{ours}{name}"] / values[f"{theirs}{name}"]
+            for name in (f": {what}, rank 0", ", a step: loss", ", a step: norm of gradients")
+        )
+        compared += [
+            Figure("c", f"{title}: bytes of rank 0 (1.05 (1 + 2 (p-1) / n) / p)", rank_0, "ratio", bound),
+            Figure("c", f"{title}: loss", abs(loss - 1), "relative", 1e-3),
+            Figure("c", f"{title}: norm of gradients", abs(grad_norm - 1), "relative", 2e-2),
         ]
-    return figures
+    return compared
 
 
 def _run(name: str, num_slices: int, setting: Setting, device: torch.device) -> tuple[str, _Peaks, tuple[float, float]]:
@@ -151,7 +166,7 @@ def _formula(setting: Setting, num_slices: int, device: torch.device) -> list[fl
 
 def _figures(title: str, peaks: _Peaks, formula: list[float], *, is_ours: bool) -> list[Figure]:
     limit = 0.05 if is_ours else None
-    what = "held between units" if peaks.peak is None else "allocator's peak"
+    what = _ON_CPU if peaks.peak is None else _ON_GPU
     figures = [
         Figure("c", f"{title}: {what}, rank {rank}", num_bytes / _GIB, "GiB")
         for rank, num_bytes in enumerate(peaks.peak or peaks.held)

@@ -6,51 +6,61 @@ says so, and the checks after it run on fresh ranks.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from bench_ranks import stream_ranks
 from gpu_figures import Figure
 from gpu_host_time import host_time, syncs
-from gpu_memory import memory
+from gpu_memory import SLICES, memory, over_1f1b
 from gpu_parity import parity
+from gpu_report import Note
 from staged_backend import NAME, register_staged_backend
 
-_NUM_RANKS = 4
-_SECONDS = 120.0
+SECONDS = 75.0
 """That one check may take, the start of the ranks included."""
+_NUM_RANKS = 4
 _Check = Callable[[torch.device, bool], list[Figure]]
-_CHECKS: tuple[tuple[str, _Check], ...] = (("c", parity), ("d", host_time), ("d", syncs), ("c", memory))
+_CHECKS: tuple[tuple[str, str, _Check], ...] = (
+    ("c", "parity", parity),
+    ("d", "host time", host_time),
+    ("d", "host syncs", syncs),
+    *(("c", f"memory of SlimPipe n={n}", partial(memory, num_slices=n)) for n in SLICES),
+    ("c", "memory of 1F1B", partial(memory, num_slices=0)),
+)
 
 
-def run(device: torch.device, *, tiny: bool) -> list[Figure]:
-    """All figures of parts c and d.
+def run(device: torch.device, *, tiny: bool, deadline: float) -> Iterator[Figure | Note]:
+    """Yield the figures of parts c and d, those of one check after the other.
 
     Args:
         device: For all ranks: one GPU, or a CPU.
         tiny: Small sizes.
+        deadline: By `time.monotonic`. No check starts after it.
     """
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()  # the ranks need the memory
-    figures: list[Figure] = []
+    found: list[Figure] = []
     left = list(_CHECKS)
-    while left:
-        checks = [partial(_on_device, check, device, tiny) for _, check in left]
+    while left and time.monotonic() < deadline:
+        checks = [partial(_on_device, check, device, tiny) for *_, check in left]
         try:
-            for found in stream_ranks(
-                checks, num_ranks=_NUM_RANKS, timeout=_SECONDS, backend=NAME, prepare=register_staged_backend
+            for figures in stream_ranks(
+                checks, num_ranks=_NUM_RANKS, timeout=SECONDS, backend=NAME, prepare=register_staged_backend
             ):
-                figures += found
                 del left[0]
+                found += figures
+                yield from figures
+                if left and time.monotonic() >= deadline:
+                    break
         except Exception as error:  # whatever it is, the other checks shall run
             if not left:
                 raise
-            part, check = left.pop(0)
-            figures.append(Figure(part, f"{check.__name__} failed: {_last_line(error)}", float("nan"), "", 0.0))
-    return figures
+            part, name, _ = left.pop(0)
+            yield Figure(part, f"{name} failed: {_last_line(error)}", float("nan"), "", 0.0)
+    for part, name, _ in left:
+        yield Note(part, name, "skipped: the time is over")
+    yield from over_1f1b(found, num_ranks=_NUM_RANKS)
 
 
 def _on_device(check: _Check, device: torch.device, tiny: bool) -> list[Figure]:

@@ -149,9 +149,9 @@ def _commit() -> str | None:
 
 
 def _groups(figures: Iterable[Figure]) -> list[list[Figure]]:
-    """Figures that share a row of the table, in order of their first."""
+    """Figures that share a row of the table, by part, in order of their first."""
     groups: dict[tuple, list[Figure]] = {}
-    for figure in figures:
+    for figure in sorted(figures, key=lambda figure: figure.part):
         title, colon, _ = figure.name.partition(": ")
         key: tuple = (figure.part, title, figure.limit is None, figure.unit if figure.limit else "")
         if not colon or math.isnan(figure.value):

@@ -12,11 +12,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from bench_attention import AttentionCase, Inputs, one_rank_plan, random_qkv_and_dout, seconds_of
 from gpu_figures import Figure
+from gpu_kernels import BUILDS_PLANS
 from gpu_report import Note
 
 from slimpipe.attention.kernels import AttentionKernel, choose_kernel, merge
@@ -65,10 +66,13 @@ def run(device: torch.device, *, kernel: str, tiny: bool, deadline: float) -> It
         deadline: By `time.monotonic`. A sequence length that would not be done by then is skipped.
     """
     size = TINY if tiny else FULL
-    flops_per_second = 0.0
+    if kernel in BUILDS_PLANS:
+        size = replace(size, seq_lens=size.seq_lens[-1:], num_slices=size.num_slices[:1])
+        yield Note(PART, kernel, "other S and n are left out: it builds a plan for each length of a slice's past")
+    flops_per_second, warm_up = 0.0, 0.0
     for seq_len in size.seq_lens:
         passes = (size.rounds + 1) * (len(size.num_slices) + 1)
-        needed = passes * size.flops(seq_len) / flops_per_second if flops_per_second else 0.0
+        needed = warm_up + passes * size.flops(seq_len) / flops_per_second if flops_per_second else 0.0
         left = deadline - time.monotonic()
         if left < needed or left < 0:
             yield Note(PART, f"{kernel} S={seq_len}", f"skipped: needs {needed:.0f} s, {max(0.0, left):.0f} s are left")
@@ -76,9 +80,10 @@ def run(device: torch.device, *, kernel: str, tiny: bool, deadline: float) -> It
         heads = {"num_heads": size.num_heads, "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim}
         tensors = random_qkv_and_dout(seq_len=seq_len, **heads, dtype=DTYPE, device=device)
         case = AttentionCase(tensors, kernel=kernel)
-        rounds = [_round(case, size.num_slices, device) for _ in range(size.rounds + 1)][1:]
+        first, *rounds = [_round(case, size.num_slices, device) for _ in range(size.rounds + 1)]
         unsliced = statistics.median(times[1] for times in rounds)
         flops_per_second = size.flops(seq_len) / unsliced
+        warm_up = sum(first.values()) - statistics.median(sum(times.values()) for times in rounds)
         yield from _figures(f"{kernel} S={seq_len}", rounds, size.flops(seq_len), seq_len)
         if seq_len == size.seq_lens[-1]:
             for piece, seconds in _pieces(case, kernel, device).items():

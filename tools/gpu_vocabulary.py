@@ -28,6 +28,8 @@ NUM_RANKS = 8
 MAX_LOSS_ERROR, MAX_GRADIENT_ERROR = 1e-3, 1e-2
 """Logits are rounded to bfloat16, as by nn.Linear."""
 
+PLAIN, HEAD = "plain cross entropy in float32", "VocabularyHead"
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Summed loss of hidden_TD, weight_RD, labels_T."""
 
@@ -77,7 +79,10 @@ def torch_chunked() -> Loss | None:
 def run(device: torch.device, *, tiny: bool) -> Iterator[Figure | Note]:
     """Errors, then times and bytes."""
     for name, loss in (("VocabularyHead", head), ("plain", plain)):
-        yield from _errors(name, loss, CHECKED_TINY if tiny else CHECKED, device)
+        try:
+            yield from _errors(name, loss, CHECKED_TINY if tiny else CHECKED, device)
+        except Exception as error:
+            yield failed(PART, f"{name}, error", error)
     size = TINY if tiny else FULL
     yield from _costs(size, device)
 
@@ -94,32 +99,33 @@ def _errors(name: str, loss: Loss, size: Size, device: torch.device) -> Iterator
 def _costs(size: Size, device: torch.device) -> Iterator[Figure | Note]:
     rows = -(-size.vocab // NUM_RANKS)
     variants: list[tuple[str, Loss | None, int]] = [
-        ("plain cross entropy in float32", plain, size.vocab),
-        ("VocabularyHead", head, size.vocab),
-        (f"VocabularyHead, V/{NUM_RANKS} rows", head, rows),
+        (PLAIN, plain, size.vocab),
+        (HEAD, head, size.vocab),
+        (f"{HEAD}, V/{NUM_RANKS} rows", head, rows),
         ("F.linear_cross_entropy in chunks", torch_chunked(), size.vocab),
     ]
     peaks: dict[str, int] = {}
     medians: dict[str, float] = {}
-    for name, loss, num_rows in variants:
-        name = f"T={size.num_tokens} V={size.vocab}, {name}"
+    for variant, loss, num_rows in variants:
+        name = f"T={size.num_tokens} V={size.vocab}, {variant}"
         if loss is None:
             yield Note(PART, name, f"torch {torch.__version__} has none")
             continue
         try:
             inputs = _inputs(size, num_rows, device)
-            medians[name], peaks[name] = _measure(loss, inputs, size.rounds, device)
+            medians[variant], peaks[variant] = _measure(loss, inputs, size.rounds, device)
         except Exception as error:
             yield failed(PART, name, error)
             continue
-        yield Figure(PART, f"{name}: time", medians[name] * 1e3, "ms")
+        yield Figure(PART, f"{name}: time", medians[variant] * 1e3, "ms")
         if device.type == "cuda":
-            yield Figure(PART, f"{name}: peak", peaks[name] / 2**30, "GiB")
-    plain_name, head_name, *_ = medians
-    yield Figure(PART, f"{head_name} over plain: time", medians[head_name] / medians[plain_name], "x")
-    if device.type == "cuda":
-        yield Figure(PART, f"{head_name} over plain: peak", peaks[head_name] / peaks[plain_name], "x", 1.0)
-    else:
+            yield Figure(PART, f"{name}: peak", peaks[variant] / 2**30, "GiB")
+    if PLAIN in medians and HEAD in medians:
+        name = f"T={size.num_tokens} V={size.vocab}, {HEAD} over plain"
+        yield Figure(PART, f"{name}: time", medians[HEAD] / medians[PLAIN], "x")
+        if device.type == "cuda":
+            yield Figure(PART, f"{name}: peak", peaks[HEAD] / peaks[PLAIN], "x", 1.0)
+    if device.type != "cuda":
         yield Note(PART, "peak bytes", f"skipped: no allocator statistics on {device.type}")
 
 

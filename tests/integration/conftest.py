@@ -11,14 +11,23 @@ from typing import Any
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness import FORKS, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="session")
+def no_numpy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a tool that finds the package by itself, but no NumPy."""
+    folder = tmp_path_factory.mktemp("no_numpy")
+    (folder / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    return {"OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": str(folder)}
+
+
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a tool by its name."""
+    """Imports a tool by its name. The processes that it starts are forked from the server of tests/harness.py."""
+    monkeypatch.setattr(FORKS, "set_forkserver_preload", lambda modules: None)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,15 +26,14 @@ Tool = Callable[[str], ModuleType]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
-    """The file and the output of a run from another folder, with no PYTHONPATH: the tool finds the package."""
+def found(tmp_path_factory: pytest.TempPathFactory, no_numpy: dict[str, str]) -> tuple[dict, str]:
+    """The file and the output of a run from another folder."""
     folder = tmp_path_factory.mktemp("gpu_check")
     command = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--tiny", "--device=cpu", "--parts", "a", "b", "e"]
-    env = {"OMP_NUM_THREADS": "1", "PATH": ""}
     result = subprocess.run(
-        [*command, "--out", "found"], cwd=folder, env=env, capture_output=True, text=True, timeout=200
+        [*command, "--out", "found"], cwd=folder, env=no_numpy, capture_output=True, text=True, timeout=200
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0 and "NumPy" not in result.stderr, result.stdout + result.stderr
     return json.loads((folder / "found/gpu_check.json").read_text()), result.stdout
 
 
@@ -78,8 +77,10 @@ def test_every_kernel_is_checked_or_refuses(found: tuple[dict, str]) -> None:
 
 def test_table(found: tuple[dict, str], tool: Tool, tmp_path: Path) -> None:
     content, output = found
-    assert "torch_cpu_flash, error: worst of 440: H=" in output
-    assert "(a) torch_cpu_flash, head dim 192/128: torch_cpu_flash needs one head dim" in output
+    assert "torch_cpu_flash, error: worst of 550: H=" in output
+    assert "(a) torch_cudnn, head dim 64, 96, 128, 256, 192/128: torch_cudnn needs tensors on a GPU" in output
+    rows = [line for line in output.splitlines() if line.startswith(("a  ", "b  ", "e  "))]
+    assert rows == sorted(rows, key=lambda row: row[0])
     path = tmp_path / "again.json"
     path.write_text(json.dumps(content))
     report = tool("gpu_report").Report.read(path)
@@ -133,6 +134,64 @@ def test_a_job_that_hangs_is_ended(tool: Tool) -> None:
     assert time.monotonic() - start < 50
 
 
+def _ends_well(path: Path) -> Iterator[str]:
+    try:
+        yield "started"
+        time.sleep(100)
+    finally:
+        path.touch()
+
+
+def test_a_job_that_is_ended_can_end_what_it_has_started(tool: Tool, tmp_path: Path) -> None:
+    job = tool("gpu_jobs").run_job(partial(_ends_well, tmp_path / "ended"), seconds=100.0)
+    assert next(job) == "started"
+    job.close()
+    assert (tmp_path / "ended").exists()
+
+
+def test_the_tool_that_is_ended_leaves_its_file(tmp_path: Path, no_numpy: dict[str, str]) -> None:
+    command = [sys.executable, str(ROOT / "tools/gpu_check.py"), "--tiny", "--device=cpu", "--parts", "e", "c"]
+    with subprocess.Popen([*command, "--out", str(tmp_path)], env=no_numpy, stdout=subprocess.PIPE, text=True) as tool:
+        assert tool.stdout is not None
+        read = ""
+        while "(c)" not in read:
+            read += tool.stdout.read(1)
+        tool.terminate()
+        assert tool.wait(60) == 1
+    content = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert content["figures"] and not content["complete"]
+
+
+def test_what_builds_plans_comes_last_and_has_few_shapes(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check, kernels, slicing = tool("gpu_check"), tool("gpu_kernels"), tool("gpu_slicing")
+    name, shapes = TorchCpuFlashKernel.name, set()
+    for module in (kernels, slicing):
+        monkeypatch.setattr(module, "BUILDS_PLANS", (name,))
+    jobs = [job for job in gpu_check.jobs([*"abcde"], CPU, tiny=True, minutes=6.0) if isinstance(job, gpu_check.Job)]
+    assert [(job.part, job.name) for job in jobs] == [
+        ("a", "reference"), ("e", "vocabulary"), ("c", "pipeline"), ("a", name), ("b", name),
+    ]  # fmt: skip
+
+    def forward(self, q, k, v, *how):
+        shapes.add((*(x.shape for x in (q, k, v)), *(x.stride() for x in (q, k, v)), how[0]))
+        return real(self, q, k, v, *how)
+
+    def refusals(*_: torch.Tensor, window: bool = False) -> dict[str, str | None]:
+        return {name: "has no sliding windows" if window else None}
+
+    real = TorchCpuFlashKernel._forward
+    monkeypatch.setattr(TorchCpuFlashKernel, "_forward", forward)
+    monkeypatch.setattr(kernels, "refusals", refusals)
+    names = [item.name for item in kernels.check(CPU, kernel=name, head_dims=["64", "96", "128"], tiny=True)]
+    assert len(shapes) <= 20, "about one second each"
+    for what in ("H=96 4/2 heads, past", "H=128 4/2 heads, large scores past", "documents past", "n=4", "most shapes"):
+        assert any(what in name for name in names), what
+    shapes.clear()
+    notes_and_figures = list(slicing.run(CPU, kernel=name, tiny=True, deadline=time.monotonic() + 100))
+    assert len(shapes) == 1 + 4 + 8  # in one piece, in slices, the pieces in as many as at full size
+    assert {"n=4", "unsliced"} <= {item.name.partition(":")[0].split()[-1] for item in notes_and_figures}
+
+
 def test_a_part_that_cannot_start_fails(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_check = tool("gpu_check")
     monkeypatch.setitem(sys.modules, "gpu_vocabulary", None)  # importing it fails
@@ -172,6 +231,22 @@ def test_errors_of_a_kernel_are_found(tool: Tool, monkeypatch: pytest.MonkeyPatc
         wrong = figure.name.endswith((" LSE", " dv")) or merged
         assert wrong or figure.ok, figure
         assert not (figure.name.endswith((" LSE", " dv")) and figure.ok), figure
+
+
+def test_a_ratio_needs_both_of_its_figures(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = tool("gpu_vocabulary")
+
+    def measure(loss: Callable, *_: object) -> tuple[float, int]:
+        if loss is vocabulary.plain:
+            raise RuntimeError("out of memory")
+        return 1.0, 1
+
+    monkeypatch.setattr(vocabulary, "_measure", measure)
+    items = list(vocabulary.run(CPU, tiny=True))
+    (failed,) = (item for item in items if getattr(item, "ok", True) is False)
+    assert failed.name == "T=64 V=1000, plain cross entropy in float32 raised RuntimeError: out of memory"
+    assert "T=64 V=1000, VocabularyHead: time" in {item.name for item in items}
+    assert not any("over plain" in item.name for item in items)
 
 
 def test_full_sizes_need_a_gpu(tool: Tool, capsys: pytest.CaptureFixture) -> None:

@@ -23,11 +23,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def figures(tmp_path_factory: pytest.TempPathFactory, no_numpy: dict[str, str]) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("gpu_check")
     command = [sys.executable, "tools/gpu_check.py", "--tiny", "--device=cpu", "--parts", "c", "d", "--out", folder]
-    env = {"OMP_NUM_THREADS": "1", "PATH": ""}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=ROOT, env=no_numpy, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads((folder / "gpu_check.json").read_text())
     return {figure["name"]: figure for figure in found["figures"]}
@@ -69,17 +68,36 @@ def bad(device: torch.device, tiny: bool) -> list[str]:
 def test_a_check_that_fails_is_a_failed_figure(
     tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank, which waits for the one that failed, is ended; the next check runs on fresh ones."""
+    """The other rank, which waits for the one that failed, is ended; the next check runs on fresh ones.
+
+    What a check finds comes before the next one ends, and after the deadline none starts.
+    """
     pipeline = tool("gpu_pipeline")
     monkeypatch.setattr(pipeline, "_NUM_RANKS", 2)
-    monkeypatch.setattr(pipeline, "_CHECKS", (("c", good), ("d", bad), ("c", good)))
-    first, failed, second = pipeline.run(CPU, tiny=True)
+    checks = (("c", "1", good), ("d", "2", bad), ("c", "3", good), ("c", "4", hang))
+    monkeypatch.setattr(pipeline, "_CHECKS", checks)
+    monkeypatch.setattr(pipeline, "over_1f1b", lambda found, num_ranks: [len(found)])
+    deadline = time.monotonic() + 1000
+    found = pipeline.run(CPU, tiny=True, deadline=deadline)
+    first, failed, second = (next(found) for _ in range(3))
     assert first.startswith("good") and second.startswith("good") and first != second
-    assert failed.part == "d" and failed.name == "bad failed: ValueError: no good" and not failed.ok
+    assert failed.part == "d" and failed.name == "2 failed: ValueError: no good" and not failed.ok
+    monkeypatch.setattr(time, "monotonic", lambda: deadline)
+    skipped, num_found = found
+    assert (skipped.part, skipped.name, skipped.text) == ("c", "4", "skipped: the time is over") and num_found == 2
     assert not multiprocessing.active_children()
 
 
-def hang() -> None:
+def test_figures_that_failed_are_not_compared(tool: Callable[[str], ModuleType]) -> None:
+    memory, figure = tool("gpu_memory"), tool("gpu_figures").Figure
+    names = (": allocator's peak, rank 0", ", a step: loss", ", a step: norm of gradients")
+    eight, other = ([figure("c", title + name, 2.0, "") for name in names] for title in ("SlimPipe n=8", "1F1B"))
+    compared = memory.over_1f1b(eight + other, num_ranks=4)
+    assert [(f.value, f.ok) for f in compared] == [(1.0, False), (0.0, True), (0.0, True)]
+    assert memory.over_1f1b(eight, num_ranks=4) == memory.over_1f1b(other, num_ranks=4) == []
+
+
+def hang(*_: object) -> None:
     time.sleep(600)
 
 
