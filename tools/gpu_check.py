@@ -121,7 +121,7 @@ def check(
             continue
         began = time.monotonic()
         if began - start > minutes * 60:
-            report.add(Note(job.part, job.name, f"skipped: {minutes:g} minutes are over"))
+            report.add(Note(job.part, job.name, f"skipped: {minutes:g} minutes are over", missed=True))
             continue
         print(f"({job.part}) {job.name} ..", end="", flush=True)
         num_before = len(report.figures)
@@ -177,8 +177,11 @@ def main(argv: list[str] | None = None) -> int:
         setting: dict[str, Any] = describe(device, tiny=args.tiny)
         report = Report(setting)
         todo = jobs(args.parts, device, tiny=args.tiny, minutes=args.minutes)
-        check(report, args.out / FILE_NAME, todo, device, minutes=args.minutes)
-        print()
+        try:
+            check(report, args.out / FILE_NAME, todo, device, minutes=args.minutes)
+        finally:  # also where the tool is told to end
+            print(f"\n{report.table(markdown=args.markdown)}", flush=True)
+        return 0 if report.ok else 1
     print(report.table(markdown=args.markdown))
     return 0 if report.ok else 1
 

@@ -59,7 +59,7 @@ def run(device: torch.device, *, tiny: bool, deadline: float) -> Iterator[Figure
             part, name, _ = left.pop(0)
             yield Figure(part, f"{name} failed: {_last_line(error)}", float("nan"), "", 0.0)
     for part, name, _ in left:
-        yield Note(part, name, "skipped: the time is over")
+        yield Note(part, name, "skipped: the time is over", missed=True)
     yield from over_1f1b(found, num_ranks=_NUM_RANKS)
 
 

@@ -32,6 +32,8 @@ class Note:
     part: str
     name: str
     text: str
+    missed: bool = False
+    """Whether something that belongs to the check was not measured, for want of time: then nothing is proven."""
 
 
 def failed(part: str, name: str, error: BaseException) -> Figure:
@@ -53,8 +55,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all parts came to their end and every figure keeps its limit."""
-        return self.complete and all(figure.ok for figure in self.figures)
+        """Whether all parts came to their end, nothing was missed, and every figure keeps its limit."""
+        missed = any(note.missed for note in self.notes)
+        return self.complete and not missed and all(figure.ok for figure in self.figures)
 
     def add(self, item: Figure | Note) -> None:
         """Keep one more."""

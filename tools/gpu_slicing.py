@@ -75,7 +75,8 @@ def run(device: torch.device, *, kernel: str, tiny: bool, deadline: float) -> It
         needed = warm_up + passes * size.flops(seq_len) / flops_per_second if flops_per_second else 0.0
         left = deadline - time.monotonic()
         if left < needed or left < 0:
-            yield Note(PART, f"{kernel} S={seq_len}", f"skipped: needs {needed:.0f} s, {max(0.0, left):.0f} s are left")
+            text = f"skipped: needs {needed:.0f} s, {max(0.0, left):.0f} s are left"
+            yield Note(PART, f"{kernel} S={seq_len}", text, missed=True)
             continue
         heads = {"num_heads": size.num_heads, "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim}
         tensors = random_qkv_and_dout(seq_len=seq_len, **heads, dtype=DTYPE, device=device)

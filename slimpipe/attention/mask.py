@@ -181,17 +181,6 @@ class Documents:
             rows.append([(segment, segment, left) for segment in segments])
         return _mask_from_rows(rows, num_queries=L, num_keys=L)
 
-    def past_mask(self, slice_index: int, slots: Sequence[int]) -> Mask | None:
-        """The mask of a slice's queries on past keys; None if every query sees them all.
-
-        Args:
-            slice_index: The slice of the queries.
-            slots: The slice that each slot of the past K,V view holds, in the order of the view. Any order.
-        """
-        assert all(0 <= held < slice_index for held in slots), f"slots {slots} hold more than the past of {slice_index}"
-        L = self.slice_len
-        return self.part_mask(slice_index, [(held * L, (held + 1) * L) for held in slots])
-
     def part_mask(
         self,
         slice_index: int,

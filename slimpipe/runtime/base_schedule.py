@@ -117,7 +117,8 @@ class SlimPipeSchedule:
 
         Collectives: one small all-gather on the stages' group, then the program's messages on groups of their own. On a
         GPU the host waits for that all-gather (and reads positions, if there are any), and from the first instruction
-        to the last for nothing, save in the first step of a batch shape.
+        to the last for nothing, save in the first step of a batch shape and in the model itself (as torchtitan's expert
+        parallelism does).
 
         Raises:
             ValueError: The arguments cannot be run in slices; raised on every rank before any activation is sent.

@@ -69,10 +69,9 @@ class Stage:
         self.attention = [module for module in submod.modules() if isinstance(module, SliceAttention)]
         self._gradient_sync = GradientSync(submod)
         self._takes = check_module(submod, index=index, has_attention=bool(self.attention))
-        check_kernel_runs(kernel, device=device)
-        for module in self.attention:
-            name = kernel if module.kernel == "auto" else module.kernel
-            check_kernel_runs(name, device=device, window=module.window is not None)
+        calls = {(kernel if m.kernel == "auto" else m.kernel, m.window is not None) for m in self.attention}
+        for name, window in calls or {(kernel, False)}:
+            check_kernel_runs(name, device=device, window=window)
         self._live: dict[Unit, _Live] = {}
         self._store: StageStore | None = None
         self._attention_checked = False

@@ -20,7 +20,7 @@ from slimpipe.options import SlimPipeOptions, check_vocab_parallel
 from slimpipe.schedule_names import SLIMPIPE_SCHEDULES
 from slimpipe.torchtitan.cpu import use_cpu, with_gloo_reductions
 from slimpipe.torchtitan.degrees import broken_degree
-from slimpipe.torchtitan.model_rules import window_of
+from slimpipe.torchtitan.model_rules import rotary_warning, window_of
 from slimpipe.torchtitan.rules import broken_batch_rule, broken_cpu_rule, broken_rules, runs_slimpipe
 
 
@@ -183,6 +183,8 @@ def prepare(config: SlimPipeTrainerConfig) -> SlimPipeTrainerConfig:
             "parallelism.pipeline_parallel_degree = 1: there is no pipeline, and nothing is sliced or shared"
         )
     model = copy.deepcopy(spec.model)
+    if warning := rotary_warning(config):
+        logger.warning(warning)
     for _, attention, _, _ in model.traverse(BaseAttention.Config):
         attention.inner_attention = TitanSliceAttention.Config(
             kernel=config.slimpipe.kernel, window=window_of(attention.inner_attention)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slimpipe.nearest import nearest_divisor
+
 _DEGREES = (
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
@@ -46,6 +48,13 @@ def check_num_ranks(parallelism: Any, num_ranks: int) -> None:
         nearest = max(1, round(num_ranks / product)) * product
     else:
         fits, rule, nearest = num_ranks == product, str(product), product
+    if fits and parallelism.data_parallel_shard_degree == -1:
+        shards = num_ranks // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
+        if shards % (experts := parallelism.expert_parallel_degree):
+            raise ValueError(
+                f"parallelism.expert_parallel_degree = {experts}: it must divide the {shards} ranks that "
+                f"{num_ranks} ranks leave for it; nearest legal value: {nearest_divisor(shards, experts)}"
+            )
     if not fits:
         raise ValueError(
             f"{num_ranks} ranks: their number must be {rule}, the product of the degrees in [parallelism]; "

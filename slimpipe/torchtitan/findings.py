@@ -18,7 +18,7 @@ from slimpipe.program import check as prove
 from slimpipe.torchtitan.config import ConfigError, SlimPipeTrainerConfig
 from slimpipe.torchtitan.cpu import use_cpu
 from slimpipe.torchtitan.degrees import check_num_ranks, product_of_degrees
-from slimpipe.torchtitan.model_rules import layers_of, window_of
+from slimpipe.torchtitan.model_rules import layers_of, rotary_warning, window_of
 from slimpipe.torchtitan.rules import broken_cpu_rule, broken_rules, runs_slimpipe
 from slimpipe.torchtitan.shown import setting_of_config, slice_shape
 from slimpipe.torchtitan.toml import load_toml
@@ -83,6 +83,8 @@ def find(path: str, overrides: Sequence[str] = ()) -> Findings:
     findings.errors += broken_rules(config)
     if on_cpu and (rule := broken_cpu_rule(config)):
         findings.warnings.append(f"on this machine: {rule}")
+    if warning := rotary_warning(config):
+        findings.warnings.append(warning)
     _look_at_ranks(findings, config, num_devices)
     _look_at_kernels(findings, config, device)
     _look_at_files(findings, config)

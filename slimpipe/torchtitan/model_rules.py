@@ -18,6 +18,8 @@ from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.trainer import Trainer
 
+from slimpipe.nearest import nearest_divisor
+
 # Exact classes: a subclass may mean another attention than causal within documents, or sinks, or linear attention.
 _ATTENTION = (GQAttention.Config, LatentAttention.Config)
 _CAUSAL = (FlexAttention.Config, VarlenAttention.Config, ScaledDotProductAttention.Config)
@@ -56,6 +58,15 @@ def model_rules(config: Trainer.Config) -> Iterator[str]:
                 f"model.name = {spec.name!r}: the attention of layer {index} is not causal grouped-query or latent "
                 "attention, in a sliding window or not, the only ones SlimPipe can slice so far; choose a model like "
                 "'llama3', 'qwen3' or 'deepseek_v3'"
+            )
+            break
+    degree = max(1, config.parallelism.expert_parallel_degree)
+    for index, layer in enumerate(layers_of(model)):
+        num_experts = getattr(getattr(layer, "moe", None), "num_experts", degree)
+        if num_experts % degree:
+            yield (
+                f"parallelism.expert_parallel_degree = {degree}: it must divide the {num_experts} experts of layer "
+                f"{index}; nearest legal value: {nearest_divisor(num_experts, degree)}"
             )
             break
     for name, part, _, _ in model.traverse(Configurable.Config, recurse=True):
@@ -110,6 +121,19 @@ def expert_rules(config: Trainer.Config, *, slice_len: int) -> Iterator[str]:
                 "other slimpipe.num_slices"
             )
             return
+
+
+def rotary_warning(config: Trainer.Config) -> str | None:
+    """Of sequences longer than the model's rotary embedding is configured for; None for others."""
+    layers = layers_of(config.model_spec and config.model_spec.model)
+    attentions = [layer.attention for layer in layers if _is_causal(getattr(layer, "attention", None))]
+    configured = min((attention.rope.max_seq_len for attention in attentions), default=None)
+    if configured is None or config.training.seq_len <= configured:
+        return None
+    return (
+        f"training.seq_len = {config.training.seq_len}: the model's rotary embedding is configured for {configured} "
+        "tokens; its table is made longer, its scaling stays as it is"
+    )
 
 
 def layers_of(model: object) -> list:

@@ -53,8 +53,10 @@ class PaddedValues(AttentionKernel):
 
 def padded_where_needed(kernel: AttentionKernel, q_BLNH: Tensor, k_BKGH: Tensor, v_BKGHv: Tensor) -> AttentionKernel:
     """The kernel itself, or with padded values where it serves tensors like these only so."""
-    tensors, padded = (q_BLNH, k_BKGH, v_BKGHv), PaddedValues(kernel)
-    return padded if kernel.refusal(*tensors) is not None and padded.refusal(*tensors) is None else kernel
+    if v_BKGHv.shape[-1] >= q_BLNH.shape[-1] or kernel.refusal(q_BLNH, k_BKGH, v_BKGHv) is None:
+        return kernel
+    padded = PaddedValues(kernel)
+    return padded if padded.refusal(q_BLNH, k_BKGH, v_BKGHv) is None else kernel
 
 
 def _padded(x_Hv: Tensor, q_BLNH: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_documents_of_one_row_in_slice_order_take_one_call_per_part():
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 8, 2, 8)
     documents = Documents(((0, 3, 10),), slice_len=4)
     kernel.forward(q, q, q, causal=True, scale=0.5, mask=documents.own_mask(2))
-    kernel.forward(q, k, k, causal=False, scale=0.5, mask=documents.past_mask(2, (0, 1)))
+    kernel.forward(q, k, k, causal=False, scale=0.5, mask=documents.part_mask(2, [(0, 4), (4, 8)]))
     assert calls == [((4, 2, 8), None), ((1, 2, 2, 8), None)]
 
 

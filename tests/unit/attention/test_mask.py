@@ -20,6 +20,12 @@ def positions_of(*rows):
     return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in rows])
 
 
+def past_mask(documents, index, slots):
+    """What a slice sees of its past, one slot of the view after the other."""
+    L = documents.slice_len
+    return documents.part_mask(index, [(held * L, (held + 1) * L) for held in slots])
+
+
 def per_document(q, k, v, dout, rows, scale):
     """Every document on its own through PyTorch's attention, with gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -97,20 +103,20 @@ def test_nothing_to_mask_is_none():
         Documents.from_positions(positions_of((12,), (12,)), slice_len=4),
     ):
         assert [documents.own_mask(index) for index in range(3)] == [None] * 3
-        assert [documents.past_mask(index, tuple(range(index))) for index in (1, 2)] == [None] * 2
+        assert [past_mask(documents, index, tuple(range(index))) for index in (1, 2)] == [None] * 2
 
 
 def test_a_past_of_other_documents_only_is_skipped():
     documents = Documents.from_positions(positions_of((4, 8), (2, 2, 8)), slice_len=4)
-    assert documents.own_mask(1) is None and documents.past_mask(1, (0,)).sees_nothing
-    assert documents.past_mask(2, (1, 0)).blocks == (Block(slice(0, 2), slice(0, 4), slice(0, 4)),)
+    assert documents.own_mask(1) is None and past_mask(documents, 1, (0,)).sees_nothing
+    assert past_mask(documents, 2, (1, 0)).blocks == (Block(slice(0, 2), slice(0, 4), slice(0, 4)),)
 
 
 def test_past_is_cropped_to_the_document_that_reaches_into_the_slice():
     documents = Documents.from_positions(positions_of((2, 11, 3)), slice_len=4)
-    past = documents.past_mask(3, (0, 1, 2))
+    past = past_mask(documents, 3, (0, 1, 2))
     assert past.blocks == (Block(slice(0, 1), slice(0, 1), slice(2, 12)),)
-    assert [block.keys for block in documents.past_mask(3, (1, 0, 2)).blocks] == [slice(0, 4), slice(6, 12)]
+    assert [block.keys for block in past_mask(documents, 3, (1, 0, 2)).blocks] == [slice(0, 4), slice(6, 12)]
 
 
 def test_dense_mask_and_segments_are_made_once():

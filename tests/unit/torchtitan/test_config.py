@@ -282,8 +282,11 @@ def test_windows_of_varlen_attention_are_kept():
         assert "the attention of layer 0 is not causal" in refusal(config)
 
 
-def test_sequences_may_be_longer_than_the_flavor_s():
+def test_sequences_may_be_longer_than_the_flavor_s(caplog):
+    prepare(llama3_debug())
+    assert "rotary" not in caplog.text
     config = prepare(changed(llama3_debug(), training__seq_len=262144))
+    assert "training.seq_len = 262144: the model's rotary embedding is configured for 131072 tokens" in caplog.text
     config.model_spec.model.update_from_config(config=config)  # what torchtitan's trainer begins with
     assert config.model_spec.model.max_seq_len == 262144
     assert llama3_debug().model_spec.model.max_seq_len == 131072

@@ -13,6 +13,7 @@ from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 from slimpipe.torchtitan import config as config_module
 from slimpipe.torchtitan.config import ConfigError, prepare
 from slimpipe.torchtitan.config_registry import llama3_debug
+from slimpipe.torchtitan.degrees import check_num_ranks, product_of_degrees
 from slimpipe.torchtitan.findings import find
 from slimpipe.torchtitan.rules import broken_rules
 from slimpipe.torchtitan.shape import head_sizes
@@ -160,9 +161,16 @@ def test_expert_parallelism(monkeypatch):
     monkeypatch.setattr(config_module, "use_cpu", lambda: True)
     with pytest.raises(ConfigError, match="gloo cannot send unequal numbers of tokens between CPUs"):
         prepare(config)
-    config = with_experts(lambda layer: None, parallelism__expert_parallel_degree=3)
+    config = with_experts(lambda layer: None, parallelism__expert_parallel_degree=4)
     assert "tensor_parallel_degree = 2; nearest legal value: 2" in refusal(config)
-    assert broken_rules(changed(config, parallelism__data_parallel_shard_degree=-1)) == []
+    left = changed(config, parallelism__data_parallel_shard_degree=-1)
+    assert broken_rules(left) == []
+    num_others = product_of_degrees(left.parallelism)
+    check_num_ranks(left.parallelism, 4 * num_others)
+    with pytest.raises(ValueError, match=r"expert_parallel_degree = 4: it must divide the 2 ranks .*legal value: 2"):
+        check_num_ranks(left.parallelism, 2 * num_others)
+    three = changed(left, parallelism__expert_parallel_degree=3)
+    assert "it must divide the 64 experts of layer 0; nearest legal value: 2" in refusal(three)
     no_sequence_parallel = {"parallelism__enable_sequence_parallel": False, "parallelism__tensor_parallel_degree": 2}
     config = with_experts(lambda layer: None, training__seq_len=8 * 33, **no_sequence_parallel)
     assert broken_rules(config) == []
