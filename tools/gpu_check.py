@@ -158,8 +158,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
     parser.add_argument("--read", type=Path, help="only print the table of this file")
     args = parser.parse_args(argv)
-    if args.read is None and not args.tiny and torch.device(args.device).type == "cpu":
+    kind = args.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: it must be cpu or cuda; nearest legal choice: cpu, with --tiny")
+    if not args.minutes >= 0:
+        parser.error(f"--minutes {args.minutes}: it must be a number of at least 0; nearest legal value: 6")
+    if args.read is None and kind == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: there is no GPU here; nearest legal choice: --device cpu --tiny")
+    if args.read is None and not args.tiny and kind == "cpu":
         parser.error("--device cpu takes days with full sizes; nearest legal choice: --tiny")
+    try:  # before anything takes time
+        if args.read is not None:
+            Report.read(args.read)
+        else:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / FILE_NAME).touch()
+    except OSError as error:
+        parser.error(f"{args.read or args.out}: {error.strerror}; choose another file or folder")
+    except (ValueError, KeyError, TypeError) as error:
+        parser.error(f"--read {args.read}: it is no file of this tool ({type(error).__name__}: {error})")
     return args
 
 

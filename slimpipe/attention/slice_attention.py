@@ -38,11 +38,16 @@ class SliceAttention(nn.Module):
 
     Raises:
         ValueError: No such kernel, or a window of less than one token.
+        TypeError: A window that is no int.
     """
 
     def __init__(self, *, kernel: str = "auto", window: int | None = None) -> None:
         super().__init__()
         self.kernel = check_kernel_name(kernel)
+        if window is not None and type(window) is not int:
+            raise TypeError(
+                f"SliceAttention(window={window!r}): it must be an int, how many tokens a query sees, or None for all"
+            )
         if window is not None and window < 1:
             raise ValueError(
                 f"SliceAttention(window={window}): a query sees at least its own token; nearest legal value: 1 (None: "
@@ -95,6 +100,10 @@ class SliceAttention(nn.Module):
             call = AttentionCall(kernel, scale, self.window)
             return _SliceAttention.apply(q_BLNH, k_BLNH, v_BLNH, attention_masks, layer, call)
         if attention_masks is None:
+            if positions is not None and positions.dim() == 2 and positions.shape != q_BLNH.shape[:2]:
+                raise ValueError(
+                    f"positions have shape {tuple(positions.shape)}; nearest legal shape: {tuple(q_BLNH.shape[:2])}"
+                )
             attention_masks = Documents.from_positions(positions, slice_len=q_BLNH.shape[1])
         if not isinstance(attention_masks, Documents):
             raise TypeError(

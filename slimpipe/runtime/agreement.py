@@ -31,6 +31,7 @@ class StepShape(NamedTuple):
     seq_dim: int
     exchange: int
     """Hash of the options of the context exchange."""
+    record_times: int
     vocabulary: int
     """Hash of which work on the vocabulary is shared, and how; 0 for none."""
     loss_kwargs: int
@@ -50,6 +51,7 @@ _NAMES = {
     "num_microbatches": "n_microbatches",
     "seq_dim": "SlimPipeOptions.seq_dim",
     "exchange": "context_exchange, exchange_granularity or exchange_max_slices (a hash of the three is shown)",
+    "record_times": "SlimPipeOptions.record_times",
     "vocabulary": "the shared vocabulary: a VocabularyHead (as loss_fn) or VocabularyEmbedding on some ranks only, or "
     "of another size, dtype, group, block_size or ignore_index (a hash is shown; 0 for none)",
     "loss_kwargs": "loss_kwargs, which every rank that shares the output layer must get alike (a hash is shown)",

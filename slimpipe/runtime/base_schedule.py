@@ -215,6 +215,8 @@ class SlimPipeSchedule:
         Raises:
             ValueError: Nothing was recorded.
         """
+        if self.options.record_times and not self._record.times:
+            raise ValueError("no training step was recorded yet: call step() first")
         return gather_timeline(
             self._record,
             self.program,
@@ -286,6 +288,7 @@ class SlimPipeSchedule:
             num_microbatches=self._n_microbatches,
             seq_dim=self.options.seq_dim,
             exchange=self.options.exchange_hash,
+            record_times=int(self.options.record_times),
             vocabulary=vocabulary_hash(self._loss_fn, self._embedding),
             loss_kwargs=kwargs_hash,
             num_failures=self._num_failures,

@@ -82,7 +82,7 @@ def find(path: str, overrides: Sequence[str] = ()) -> Findings:
         return findings
     findings.errors += broken_rules(config)
     if on_cpu and (rule := broken_cpu_rule(config)):
-        findings.warnings.append(f"on this machine: {rule}")
+        findings.errors.append(f"on this machine: {rule}")
     if warning := rotary_warning(config):
         findings.warnings.append(warning)
     _look_at_ranks(findings, config, num_devices)

@@ -41,7 +41,7 @@ def model_rules(config: Trainer.Config) -> Iterator[str]:
     if is_pipeline and getattr(model, "enable_weight_tying", False):
         yield (
             f"model.flavor = {spec.flavor!r}: input embedding and output layer share one weight, which "
-            "pipeline parallelism cannot run; choose a flavor with separate weights, for example 'debugmodel' or '8B'"
+            "pipeline parallelism cannot run; choose a flavor with separate weights"
         )
     if is_pipeline and getattr(model, "mtp_layers", None):
         yield (

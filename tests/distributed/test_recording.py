@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 
 from slimpipe.planner.compare import compare, fit_costs, shape_of
 from slimpipe.planner.shown import timeline_of
@@ -74,3 +75,24 @@ def not_recorded() -> str:
 def test_without_a_record_the_option_is_named(rank_pool) -> None:
     for said in rank_pool(2).run(not_recorded, timeout=30):
         assert said.startswith("SlimPipeOptions.record_times = False")
+
+
+def recorded_by_one() -> list[str]:
+    said = []
+    schedule, _ = make_schedule(Case(p=2, n=2, m=1), record_times=True)
+    with pytest.raises(ValueError) as error:
+        schedule.timeline()
+    said.append(str(error.value))
+    schedule.close()
+    case = Case(p=2, n=2, m=1)
+    schedule, _ = make_schedule(case, record_times=dist.get_rank() == 0)
+    with pytest.raises(ValueError) as error:
+        run_step(schedule, case, make_batch(case, 0))
+    schedule.close()
+    return [*said, str(error.value)]
+
+
+def test_nothing_recorded_yet_and_ranks_that_differ(rank_pool) -> None:
+    for nothing, differ in rank_pool(2).run(recorded_by_one, timeout=30):
+        assert nothing.startswith("no training step was recorded yet")
+        assert "the pipeline's ranks differ in SlimPipeOptions.record_times: rank by rank [1, 0]" in differ

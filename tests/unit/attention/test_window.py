@@ -144,3 +144,16 @@ def test_outside_a_schedule(window):
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"SliceAttention\(window=0\).*nearest legal value: 1"):
         SliceAttention(window=0)
+
+
+@pytest.mark.parametrize("window", [True, 3.5, float("nan"), "128", torch.tensor(4)])
+def test_a_window_of_another_type_is_refused(window):
+    with pytest.raises(TypeError, match="it must be an int"):
+        SliceAttention(window=window)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (2, 5), (2, 7)])
+def test_positions_of_another_shape_are_refused(shape):
+    q = torch.zeros(2, 6, 2, 4)
+    with pytest.raises(ValueError, match=r"nearest legal shape: \(2, 6\)"):
+        SliceAttention()(q, q, q, positions=torch.arange(shape[1]).expand(shape))

@@ -60,7 +60,7 @@ def test_check_shows_kernels_of_latent_attention(tmp_path):
     assert not findings.errors and "proven" in findings.program
     sharded = ["--parallelism.expert_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     if findings.device == "CPU":
-        assert "on this machine: parallelism.expert_parallel_degree = 2: gloo" in find(str(path), sharded).warnings[0]
+        assert "on this machine: parallelism.expert_parallel_degree = 2: gloo" in find(str(path), sharded).errors[0]
     assert findings.kernel == ("torch_cpu_flash" if findings.device == "CPU" else findings.kernel) is not None
 
 
