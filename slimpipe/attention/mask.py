@@ -220,10 +220,12 @@ class Documents:
         return _mask_from_rows(blocks, num_queries=L, num_keys=sum(stop - start for start, stop in layout))
 
 
-def band_LK(num_queries: int, num_keys: int, *, left: int | None, device: torch.device) -> Tensor:
-    """Bool, True where `Block.left` lets a query see a key."""
+def band_LK(num_queries: int, num_keys: int, *, left: int | None, device: torch.device, causal: bool = False) -> Tensor:
+    """Bool, True where `Block.left`, and with ``causal`` the order of tokens, lets a query see a key."""
     visible_LK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return visible_LK if left is None else visible_LK.triu_(num_keys - num_queries - left)
+    if left is not None:
+        visible_LK.triu_(num_keys - num_queries - left)
+    return visible_LK.tril_() if causal else visible_LK
 
 
 _Rectangle = tuple[slice, slice, int | None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -35,20 +34,3 @@ def test_steps_are_simulated_and_measured(bench: Callable[..., dict]) -> None:
         assert 0 < row["simulated_bubble"] < 1 <= row["slowest_over_fastest"]
     errors = [abs(row["error"]) for row in report["cases"].values()]
     assert report["median_error"] == sorted(errors)[1] and report["largest_error"] == max(errors)
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("bench_simulated", ["--num-layers=6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
-        ("bench_simulated", ["--cases", "1F1B m=1"], "invalid choice: '1F1B m=1'"),
-        ("measure_ops", ["--num-slices", "1", "--num-stages-per-rank=2"], "--num-slices 1: whole microbatches are"),
-    ],
-)
-def test_wrong_arguments(
-    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture, name: str, args: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        tool(name).main(args)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

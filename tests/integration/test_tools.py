@@ -178,6 +178,9 @@ def test_emulated_sleeps_do_not_add_up_their_lateness(
         ("print_exchange", ["--shapes", "8,4,1,1"], "num_slices = 4: it must be at least num_ranks = 8"),
         ("print_exchange", ["--shapes", "8,4"], "'8,4': it must be p,n,v,m, for example 8,32,1,2"),
         ("bench_slicing", ["--seq-len", "100"], "--seq-len 100 does not divide into --num-slices 8"),
+        ("bench_simulated", ["--num-layers=6"], "--num-layers 6 does not divide into 4 stages; nearest: 8"),
+        ("bench_simulated", ["--cases", "1F1B m=1"], "invalid choice: '1F1B m=1'"),
+        ("measure_ops", ["--num-slices", "1", "--num-stages-per-rank=2"], "--num-slices 1: whole microbatches are"),
     ],
 )
 def test_wrong_arguments(

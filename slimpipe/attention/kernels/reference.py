@@ -63,8 +63,7 @@ class ReferenceKernel(AttentionKernel):
 
 def _hidden_LK(q_BLNH: Tensor, k_BKGH: Tensor, causal: bool, left: int | None) -> Tensor:
     """True where the key is not visible."""
-    visible_LK = band_LK(q_BLNH.shape[1], k_BKGH.shape[1], left=left, device=q_BLNH.device)
-    return ~(visible_LK.tril() if causal else visible_LK)
+    return ~band_LK(q_BLNH.shape[1], k_BKGH.shape[1], left=left, device=q_BLNH.device, causal=causal)
 
 
 def _scores(q_BLGRH: Tensor, k_BKGH: Tensor, hidden: Tensor, scale: float) -> Tensor:

@@ -51,9 +51,8 @@ def _how(q_BLNH: Tensor, k_BKGH: Tensor, causal: bool, left: int | None) -> dict
     """The op's arguments for what is visible."""
     if left is None:
         return {"is_causal": causal}
-    visible_LK = band_LK(q_BLNH.shape[1], k_BKGH.shape[1], left=left, device=q_BLNH.device)
-    hidden_LK = ~(visible_LK.tril() if causal else visible_LK)
-    bias_LK = q_BLNH.new_zeros(hidden_LK.shape).masked_fill_(hidden_LK, -float("inf"))
+    visible_LK = band_LK(q_BLNH.shape[1], k_BKGH.shape[1], left=left, device=q_BLNH.device, causal=causal)
+    bias_LK = q_BLNH.new_zeros(visible_LK.shape).masked_fill_(~visible_LK, -float("inf"))
     return {"is_causal": False, "attn_mask": bias_LK}
 
 
