@@ -1,4 +1,4 @@
-"""Objects from every rank to every rank; torch's own function for it needs NumPy, which torch does not install."""
+"""Tensors and objects from every rank to every rank, without the NumPy that torch itself needs for objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def gather_objects(mine: Any, *, group: dist.ProcessGroup, device: torch.device)
         device: Of the tensors that the group's backend passes.
     """
     pickled = bytearray(pickle.dumps(mine))
-    sizes = _gather(torch.tensor([len(pickled)], dtype=torch.int64, device=device), group)
+    sizes = gather_tensors(torch.tensor([len(pickled)], dtype=torch.int64, device=device), group)
     num_bytes = [int(size.item()) for size in sizes]
     padded = torch.frombuffer(pickled.ljust(max(num_bytes), b"\0"), dtype=torch.uint8).to(device)
-    everyone = _gather(padded, group)
+    everyone = gather_tensors(padded, group)
     return [pickle.loads(bytes(x[:size].tolist())) for x, size in zip(everyone, num_bytes, strict=True)]
 
 
-def _gather(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def gather_tensors(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The tensor of each rank of a group, equal in shape and dtype, in the order of ranks: one all-gather."""
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return everyone

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slimpipe.gather import gather_objects
+from slimpipe.gather import gather_objects, gather_tensors
 from slimpipe.transport import PipelineError
 
 _UNKNOWN = -1
@@ -95,9 +95,8 @@ def agree(
 
 def _gather(mine: StepShape, group: dist.ProcessGroup, device: torch.device) -> list[StepShape]:
     flat = torch.tensor(mine, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather(everyone, flat, group=group)
+        everyone = gather_tensors(flat, group)
     except RuntimeError as error:
         raise PipelineError(
             f"pipeline rank {dist.get_rank(group)} waited at the start of a step: another rank failed, died or is "

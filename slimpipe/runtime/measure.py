@@ -20,6 +20,7 @@ import torch.distributed as dist
 from slimpipe.attention.events import AttentionLayer
 from slimpipe.attention.kernels import choose_kernel
 from slimpipe.dtypes import wide_dtype
+from slimpipe.gather import gather_tensors
 from slimpipe.options import SlimPipeOptions
 from slimpipe.program.cost import AttentionShape, ExchangeCosts
 
@@ -180,8 +181,7 @@ def _largest(value: float, group: dist.ProcessGroup, device: torch.device) -> fl
 def _check_equal_rates(options: SlimPipeOptions, group: dist.ProcessGroup, device: torch.device) -> None:
     """A rate that only some ranks measure would leave them waiting for the others."""
     mine = torch.tensor([getattr(options, name) or 0 for name in _RATES], dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    everyone = gather_tensors(mine, group)
     for name, values in zip(_RATES, torch.stack(everyone).T.tolist(), strict=True):
         if len(set(values)) > 1:
             raise ValueError(
